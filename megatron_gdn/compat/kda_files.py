@@ -34,7 +34,7 @@ _OLD_KEY_ENDS = {
 }
 # For the forget gate and the output gate: the ends of its keys if it has low rank, the
 # ends if it has full rank, and the config's field with the rank.
-_GATE_KEYS = (
+_KEY_ENDS_OF_GATES = (
     (
         ("f_a_proj.weight", "in_proj.weight.f_a"),
         ("f_proj.weight", "in_proj.weight.g", "in_proj.weight.f"),
@@ -139,7 +139,7 @@ def _require_same_rank(key: str, stored: StateDict) -> None:
 
     ``key`` is not in the checkpoint; ``stored`` are the checkpoint's entries by key.
     """
-    for low_ends, full_ends, setting in _GATE_KEYS:
+    for low_ends, full_ends, setting in _KEY_ENDS_OF_GATES:
         # (key without its end, "") if the key has one of the ends, else None
         low_match = _stem_and_mapped_end(key, dict.fromkeys(low_ends, ""))
         full_match = _stem_and_mapped_end(key, dict.fromkeys(full_ends, ""))

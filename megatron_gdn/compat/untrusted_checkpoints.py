@@ -216,7 +216,7 @@ def _check_metadata(metadata: object, path: Path) -> None:
 
 def _describes_tensor(entry: object) -> bool:
     """Whether ``entry`` describes a tensor: its size, properties and chunks."""
-    if not isinstance(entry, TensorStorageMetadata) or not _is_size(entry.size):
+    if not isinstance(entry, TensorStorageMetadata) or not _is_legal_size(entry.size):
         return False
     if hasattr(entry.properties, "__dict__"):
         properties = vars(entry.properties)
@@ -236,7 +236,7 @@ def _describes_chunk(chunk: object, size: torch.Size) -> bool:
     """Whether ``chunk`` describes a box of elements inside a tensor of ``size``."""
     if not isinstance(chunk, ChunkStorageMetadata):
         return False
-    if not (_is_size(chunk.offsets) and _is_size(chunk.sizes)):
+    if not (_is_legal_size(chunk.offsets) and _is_legal_size(chunk.sizes)):
         return False
     if not len(chunk.offsets) == len(chunk.sizes) == len(size):
         return False
@@ -255,5 +255,5 @@ def _describes_stored_chunk(index: object, entry: object) -> bool:
     return all(isinstance(number, int) and number >= 0 for number in numbers)
 
 
-def _is_size(value: object) -> bool:
+def _is_legal_size(value: object) -> bool:
     return isinstance(value, torch.Size) and all(length >= 0 for length in value)

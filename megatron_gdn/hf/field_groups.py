@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 from .config_fields import check_field
 from .json_files import short_text
 
-# Reason -> fields that, for this reason, change no number of a built model. Every model
-# of transformers may have these fields.
+# Reason -> fields that change no number of a built model for this reason. Every model of
+# transformers may have these fields.
 _WITHOUT_EFFECT_IN_EVERY_MODEL = {
     "it is about files or the library": """
         _name_or_path auto_map dtype model_type quantization_config torch_dtype transformers_version

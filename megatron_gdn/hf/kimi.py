@@ -371,7 +371,9 @@ def layer_maps(
         zero_centred: Megatron's ``layernorm_zero_centered_gamma``.
     """
     yield from _mixer_maps(symbols[0], mixer_prefix, hf_prefix, sizes, zero_centred)
-    yield from _mlp_maps(symbols[1], mlp_prefix, hf_prefix, sizes, keys, zero_centred)
+    yield from _mlp_or_expert_maps(
+        symbols[1], mlp_prefix, hf_prefix, sizes, keys, zero_centred
+    )
 
 
 def _mixer_maps(
@@ -437,7 +439,7 @@ def _latent_attention_maps(
     yield tensor_map(f"{prefix}linear_proj.weight", output, 1)
 
 
-def _mlp_maps(
+def _mlp_or_expert_maps(
     symbol: str,
     prefix: str,
     hf_prefix: str,
@@ -462,12 +464,14 @@ def _mlp_maps(
         norm_names = (fused_norm,) + norm_names
         if f"{mlp_hf_prefix}gate_proj.weight" not in keys:
             mlp_hf_prefix = f"{hf_prefix}mlp."
-        yield from _dense_maps(f"{prefix}mlp.", mlp_hf_prefix, D, sizes.ffn_hidden_size)
+        yield from _dense_mlp_maps(
+            f"{prefix}mlp.", mlp_hf_prefix, D, sizes.ffn_hidden_size
+        )
     key = f"{hf_prefix}post_attention_layernorm.weight"
     yield _norm_map(norm_names, key, D, zero_centred)
 
 
-def _dense_maps(
+def _dense_mlp_maps(
     prefix: str,
     hf_prefix: str,
     hidden: int,
@@ -497,7 +501,9 @@ def _expert_maps(
     for expert in range(experts):
         expert_hf_prefix = f"{hf_prefix}experts.{expert}."
         width = sizes.moe_ffn_hidden_size
-        for entry in _dense_maps("", expert_hf_prefix, D, width, ("w1", "w3", "w2")):
+        for entry in _dense_mlp_maps(
+            "", expert_hf_prefix, D, width, ("w1", "w3", "w2")
+        ):
             # Grouped experts number their weights; sequential experts number their
             # modules.
             linear = entry.name.removesuffix(".weight")
@@ -506,7 +512,7 @@ def _expert_maps(
             yield replace(entry, names=(grouped, sequential), is_expert=True)
     shared_width = sizes.moe_shared_expert_intermediate_size
     shared_hf_prefix = f"{hf_prefix}shared_experts."
-    yield from _dense_maps(
+    yield from _dense_mlp_maps(
         f"{prefix}shared_experts.", shared_hf_prefix, D, shared_width
     )
 

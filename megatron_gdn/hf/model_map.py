@@ -403,7 +403,7 @@ def model_maps(
             yield from _qwen_mixer_maps(
                 symbols[0], mixer_prefix, hf_prefix, config, zero_centered_gamma
             )
-            yield from _qwen_mlp_maps(
+            yield from _qwen_mlp_or_expert_maps(
                 symbols[1], mlp_prefix, hf_prefix, config, keys, zero_centered_gamma
             )
     if model == "hybrid":
@@ -455,7 +455,7 @@ def _qwen_mixer_maps(
     )
 
 
-def _qwen_mlp_maps(
+def _qwen_mlp_or_expert_maps(
     symbol: str,
     prefix: str,
     hf_prefix: str,
@@ -468,7 +468,7 @@ def _qwen_mlp_maps(
     sizes = config.sizes
     norm_names = (f"{prefix}pre_mlp_layernorm.weight",)
     if symbol == "E":
-        yield from _moe_maps(f"{prefix}mlp.", f"{hf_prefix}mlp.", config, keys)
+        yield from _expert_maps(f"{prefix}mlp.", f"{hf_prefix}mlp.", config, keys)
     else:
         fused_norm = f"{prefix}mlp.linear_fc1.layer_norm_weight"
         norm_names = (fused_norm,) + norm_names
@@ -543,7 +543,7 @@ def _mlp_maps(
     yield tensor_map(f"{prefix}linear_fc2.weight", down, 1)
 
 
-def _moe_maps(
+def _expert_maps(
     prefix: str, hf_prefix: str, config: HFModelConfig, keys: Collection[str]
 ) -> Iterator[TensorMap]:
     """Yield the maps of a router, its experts and the shared expert.

@@ -415,11 +415,11 @@ class KimiDeltaAttention(RecurrentMixer):
         for name, sections in sections_of.items():
             if name not in linears:
                 continue
-            row_counts: list[int] = []  # of each head of the weight
+            rows_per_head: list[int] = []
             for section in sections:
                 heads, width = layout.shape_of(section)
-                row_counts += [width] * heads
-            mark_heads(linears[name].weight, row_counts)
+                rows_per_head += [width] * heads
+            mark_heads(linears[name].weight, rows_per_head)
 
     def _add_gate(
         self, add: Callable[..., None], letter: str, rank: int, width: int

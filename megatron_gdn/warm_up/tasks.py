@@ -46,7 +46,7 @@ class Task(NamedTuple):
     name: str
     # compiles the kernel and returns True; returns False if the cache had the kernel
     run: Callable[[], bool]
-    kind: str = "triton"  # or "flash_qla": which package has the kernel
+    kind: str = "triton"  # the package with the kernel: "triton" or "flash_qla"
 
 
 def run_tasks(
