@@ -144,7 +144,7 @@ def untrusted_checkpoint() -> Iterator[None]:
     reader_class.read_metadata = read_metadata
     try:
         yield
-    except (Exception, CheckpointException) as error:
+    except (Exception, CheckpointException) as error:  # the latter is a BaseException
         cause = refusals[0] if refusals else error
         if reason := why_refused(cause):
             raise ValueError(f"The checkpoint is refused: {reason}.") from error

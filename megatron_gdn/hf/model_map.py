@@ -317,6 +317,7 @@ def _nemotron_config(config: Mapping[str, Any], where: str) -> HFModelConfig:
         sizes=sizes,
         vocab_size=fields["vocab_size"],
         tied=fields.get("tie_word_embeddings", False),
+        # attention has no rotary embedding
         rope_theta=0.0,
         rotary_fraction=0.0,
         time_step_min=fields.get("time_step_min", 1e-3),
@@ -336,6 +337,7 @@ def _kimi_config(config: Mapping[str, Any], where: str) -> HFModelConfig:
         sizes=kimi.sizes_of(fields, pattern),
         vocab_size=fields["vocab_size"],
         tied=fields.get("tie_word_embeddings", False),
+        # attention has no rotary embedding
         rope_theta=0.0,
         rotary_fraction=0.0,
     )

@@ -11,8 +11,8 @@ from pathlib import Path
 
 
 def refuse_existing(target: str | Path) -> None:
-    """Raise a FileExistsError if ``target`` exists, unless it is an empty folder; a link
-    is refused too."""
+    """Raise a FileExistsError if ``target`` exists, unless it is an empty folder. A link
+    is refused too, since a folder cannot be renamed to it."""
     target = Path(target).absolute()
     if target.is_symlink():
         raise FileExistsError(

@@ -194,7 +194,7 @@ def _stages_from_table(
         rule,
         rows.device,
         rows.dtype,
-        weight.shape[-1],
+        weight.shape[-1],  # taps of the convolution
         kernels,
     )
     return stages_of(front, rule, rows, parameters, norm, recompute=recompute)

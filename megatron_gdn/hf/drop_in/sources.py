@@ -147,8 +147,9 @@ def is_indexed_packed_mask(mask: object) -> TypeGuard[Tensor]:
 
 
 def text_positions(position_ids: Tensor | None) -> Tensor | None:
-    """Text positions ``[B or 1, S]``: ``position_ids`` if 2-D, ``position_ids[0]`` of
-    ``[4, B, S]``; None for other shapes."""
+    """Text positions ``[B or 1, S]``: ``position_ids`` if 2-D. A vision-language model's
+    ``[4, B, S]`` has them first, before three axes of positions. None for other
+    shapes."""
     if position_ids is None or position_ids.dim() == 2:
         return position_ids
     if position_ids.dim() == 3 and position_ids.shape[0] == 4:
