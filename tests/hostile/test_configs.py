@@ -12,7 +12,7 @@ import transformers
 
 from megatron_gdn.hf import CPAwareGatedDeltaNet, megatron_flags, parse_hf_config
 from megatron_gdn.hf.config_fields import FIELD_TABLE
-from megatron_gdn.hf.json_files import shown
+from megatron_gdn.hf.json_files import short_text
 from megatron_gdn.models.model import Model
 from tests.hf.test_model_map import CONFIG
 
@@ -346,7 +346,7 @@ def test_the_drop_in_reads_a_config_by_the_same_table(field, value):
     config = transformers.Qwen3_5TextConfig(**CONFIG)
     object.__setattr__(config, field, value)
     with pytest.raises(
-        ValueError, match=f"a Qwen3_5TextConfig: {field}={re.escape(shown(value))}"
+        ValueError, match=f"a Qwen3_5TextConfig: {field}={re.escape(short_text(value))}"
     ):
         CPAwareGatedDeltaNet(config, 0)
 
