@@ -1,7 +1,8 @@
 """The backward of :mod:`.conv_forward`: a program computes the tokens of one head
 one by one (Triton).
 
-A segment is here one of the R parts of a tile, as in :mod:`.conv_forward`.
+Here a segment is one of the R parts of a tile; the legend of :mod:`.conv_forward` says
+more.
 """
 
 from __future__ import annotations
@@ -60,14 +61,14 @@ def _walk_one_token(
     t - (W - 1).
 
     Returns the token's input x, its d(pre-activation), the earlier token's dx, the
-    token's row in the lead-in, its place in its document, and the next ``history`` and
-    ``partial_dx``.
+    token's row in the lead-in, its position in its document, the ``history`` without
+    other documents, and the next ``partial_dx``.
 
     ``x_ptr``, ``grad_ptr``, ``position_ptr`` and ``place_ptr`` point at the tile's
     first token, ``lead_ptr`` at the lead-in's row 0. ``t_R``: one token of each
     segment, counted from the tile's first token; ``real_R``: whether it exists.
     ``d_1D``: the channels; if PADDED, only ``real_1D`` exist. ``position_*``: tokens'
-    places in documents. ``history``: the last W - 1 inputs, newest first;
+    positions in documents. ``history``: the last W - 1 inputs, newest first;
     ``partial_dx``: the unfinished dx of these tokens. If HAS_HISTORY, the lead-in is at
     ``lead_ptr``, and ``place_ptr`` has tokens' rows in the lead-in. MASKED: the
     sequence may end nearby. MASK_DOCUMENTS: a document may end nearby. ``grad_ptr``:
@@ -89,11 +90,11 @@ def _walk_one_token(
         position_R = tl.load(position_ptr + t_R, mask=real_R, other=0)
         history = drop_other_document(history, position_R, W)
     pre_RD = convolve(x_RD, history, taps, bias_1D, W, HAS_BIAS)
-    # ``place_R`` is always returned, so it needs a value without a history too.
-    place_R = position_R
+    # ``lead_row_R`` is always returned, so it needs a value without a history too.
+    lead_row_R = position_R
     if HAS_HISTORY:
-        place_R = tl.load(place_ptr + t_R, mask=real_R, other=-1)
-        pre_RD += load_lead_in(lead_ptr + d_1D, place_R, real_1D, lead_stride)
+        lead_row_R = tl.load(place_ptr + t_R, mask=real_R, other=-1)
+        pre_RD += load_lead_in(lead_ptr + d_1D, lead_row_R, real_1D, lead_stride)
     sig_RD = sigmoid(pre_RD)
     act_RD = pre_RD * sig_RD
 
@@ -105,6 +106,7 @@ def _walk_one_token(
     if NORMALISE:
         if PADDED:
             act_RD = tl.where(real_1D, act_RD, 0.0)
+        # the gradient of act * r, with r = 1 / sqrt(sum of act^2 + eps)
         r_R = tl.rsqrt(tl.sum(act_RD * act_RD, axis=1) + eps)
         along_R = tl.sum(dact_RD * act_RD, axis=1) * r_R * r_R * r_R
         dact_RD = dact_RD * r_R[:, None] - act_RD * along_R[:, None]
@@ -122,7 +124,7 @@ def _walk_one_token(
             term_RD = tl.where((position_R >= delay)[:, None], dpre_RD, 0.0)
         sums = sums + (partial_dx[delay - 1] + taps[W - 1 - delay] * term_RD,)
     partial_dx = push_row(sums[0], sums[1:W], W - 1)
-    return x_RD, dpre_RD, sums[W - 1], place_R, position_R, history, partial_dx
+    return x_RD, dpre_RD, sums[W - 1], lead_row_R, position_R, history, partial_dx
 
 
 @triton.jit(noinline=True)  # because Triton compiles small functions faster
@@ -216,11 +218,11 @@ def walk_head_backward(
     # The unrolled loop shifts ``history`` and ``partial_dx`` by renaming registers,
     # without copies. The loop's stages prefetch later steps to shared memory, since
     # there are too few registers.
-    for lap in tl.range(0, steps, UNROLL, num_stages=STAGES):
-        for turn in tl.static_range(UNROLL):
-            step = lap + turn
+    for first_step in tl.range(0, steps, UNROLL, num_stages=STAGES):
+        for unrolled in tl.static_range(UNROLL):
+            step = first_step + unrolled
             t_R = first_R + step
-            x_RD, dpre_RD, dx_RD, place_R, position_R, history, partial_dx = (
+            x_RD, dpre_RD, dx_RD, lead_row_R, position_R, history, partial_dx = (
                 _walk_one_token(
                     x_ptr,
                     grad_ptr,
@@ -254,8 +256,9 @@ def walk_head_backward(
                 )
             )
             if HAS_HISTORY:
-                at_RD = d_lead_ptr + tl.cast(place_R, tl.int64)[:, None] * lead_stride
-                of_edge_RD = tl.expand_dims(place_R >= 0, 1) & real_1D
+                lead_row_R1 = tl.cast(lead_row_R, tl.int64)[:, None]
+                at_RD = d_lead_ptr + lead_row_R1 * lead_stride
+                of_edge_RD = tl.expand_dims(lead_row_R >= 0, 1) & real_1D
                 tl.store(at_RD + column + d_1D, dpre_RD, mask=of_edge_RD)
             summed = ()
             for tap in tl.static_range(W - 1):

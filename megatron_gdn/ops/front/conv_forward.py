@@ -1,15 +1,18 @@
 """Conv, SiLU and an optional l2norm of one head along the sequence (Triton).
 
-A program computes R segments of ``steps`` successive tokens side by side, token by
-token. Here a segment is a part of the program's tile, not a segment of a rule.
+A program *walks* along R segments of ``steps`` successive tokens: in each step it
+computes one token of every segment. Here a segment is a part of the program's tile, not
+a segment of a rule.
 
 Triton 3.6 has a coalescing pass whose time grows with the cube of a function's size. So
 each loop over tokens is a function that is not inlined, and constants are computed
 before the loop. The number of steps is a launch argument, so all sequence lengths share
 one compilation.
 
-Legend: D channels of the head, R segments. ``*at_RD`` are pointers, ``real_*`` masks of
-the elements that exist.
+Legend: D channels of the head, R segments; a *row* is the D channels of one token of
+each segment. ``*at_RD`` are pointers, ``real_*`` masks of the elements that exist.
+``history`` is here the W - 1 inputs before a token, in the same rows. HAS_HISTORY: some
+pieces have rows before their first token (:mod:`.history`), so they have a lead-in.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ UNROLL = tl.constexpr(4)
 
 @triton.jit
 def load_row(at_RD, real_R, real_1D, PADDED: tl.constexpr, MASKED: tl.constexpr):
-    """Load a row of every segment at ``at_RD``, in the dtype of the pointer.
+    """Load one token of every segment at ``at_RD``, in the dtype of the pointer.
 
     If MASKED, only the segments in ``real_R`` are loaded; if PADDED, only the channels
     in ``real_1D``. Elements that are not loaded are 0.
@@ -42,7 +45,7 @@ def load_row(at_RD, real_R, real_1D, PADDED: tl.constexpr, MASKED: tl.constexpr)
 
 @triton.jit
 def store_row(at_RD, y_RD, real_R, real_1D, PADDED: tl.constexpr, MASKED: tl.constexpr):
-    """Store a row ``y_RD`` of every segment at ``at_RD``, with the masks of
+    """Store ``y_RD``, one token of every segment, at ``at_RD``, with the masks of
     :func:`load_row`."""
     if MASKED and PADDED:
         tl.store(at_RD, y_RD, mask=real_R[:, None] & real_1D)
@@ -105,8 +108,8 @@ def load_history(
     """Load the W - 1 inputs before ``x_at_RD``, newest first, in fp32; 0 for inputs of
     another document.
 
-    ``stride``: elements from token to token. ``position_R``: the token at ``x_at_RD``
-    has this place in its document. The masks are those of :func:`load_row`.
+    ``stride``: elements from token to token. ``position_R``: the position of the token
+    at ``x_at_RD`` in its document. The masks are those of :func:`load_row`.
     """
     history = ()
     for delay in tl.static_range(1, W):
@@ -123,11 +126,11 @@ def load_history(
 
 @triton.jit
 def drop_other_document(history, position_R, W: tl.constexpr):
-    """Zero the ``history`` of segments whose token is the first of a document.
+    """Zero the ``history`` of segments whose token is the first of a document, since
+    the inputs before it belong to another document.
 
-    ``position_R``: the token's place in its document. ``history``: the W - 1 inputs
-    before the token. Before the first token of a document they belong to another
-    document.
+    ``position_R``: the token's position in its document. ``history``: the W - 1 inputs
+    before the token.
     """
     kept = ()
     for delay in tl.static_range(1, W):
@@ -151,15 +154,15 @@ def convolve(x_RD, history, taps, bias_1D, W: tl.constexpr, HAS_BIAS: tl.constex
 
 
 @triton.jit
-def load_lead_in(lead_at_1D, place_R, real_1D, stride):
-    """For each segment, row ``place_R`` of the lead-in (:mod:`.history`) at
-    ``lead_at_1D``; zeros if ``place_R`` is negative.
+def load_lead_in(lead_at_1D, lead_row_R, real_1D, stride):
+    """For each segment, row ``lead_row_R`` of the lead-in (:mod:`.history`); zeros if
+    ``lead_row_R`` is negative.
 
     ``lead_at_1D`` points at the head's channels of row 0. ``stride``: elements from row
     to row.
     """
-    at_RD = lead_at_1D + tl.cast(place_R, tl.int64)[:, None] * stride
-    return tl.load(at_RD, mask=(place_R >= 0)[:, None] & real_1D, other=0.0)
+    at_RD = lead_at_1D + tl.cast(lead_row_R, tl.int64)[:, None] * stride
+    return tl.load(at_RD, mask=(lead_row_R >= 0)[:, None] & real_1D, other=0.0)
 
 
 @triton.jit
@@ -170,7 +173,7 @@ def meets_a_boundary(
 
     It does if the tile, or the W - 1 tokens on either side of it, contain a boundary of
     documents or an end of the sequence. In a long sequence few tiles do.
-    ``position_ptr`` [S], read if PACKED: each token's place in its document.
+    ``position_ptr`` [S], read if PACKED: each token's position in its document.
     """
     # one past the last token that the tile reads
     end = start + tokens + (W - 1)
@@ -216,7 +219,7 @@ def walk_head(
     ``proj_ptr`` points at channel 0 of token 0 of a batch row; ``column`` is the head's
     first channel. ``start`` is the first segment's first token, and S the number of
     tokens of the batch row. ``out_ptr`` points at the head's output of token 0.
-    ``position_ptr``: each token's place in its document, read if PACKED. If
+    ``position_ptr``: each token's position in its document, read if PACKED. If
     HAS_HISTORY, ``lead_ptr`` is the lead-in of this batch row, and ``place_ptr`` each
     token's row in it (-1: none). ``stride_s`` and ``out_stride``: elements from token
     to token in the rows and in the output. ``lead_stride``: elements from row to row of
@@ -251,9 +254,9 @@ def walk_head(
 
     # The unrolled loop shifts ``history`` by renaming registers, without copies. The
     # loop's stages prefetch later steps to shared memory.
-    for lap in tl.range(0, steps, UNROLL, num_stages=STAGES):
-        for turn in tl.static_range(UNROLL):
-            step = lap + turn
+    for first_step in tl.range(0, steps, UNROLL, num_stages=STAGES):
+        for unrolled in tl.static_range(UNROLL):
+            step = first_step + unrolled
             t_R = first_R + step
             x_at_RD = x_ptr + t_R[:, None] * stride_s + d_1D
             x_RD = load_row(x_at_RD, room_R > step, real_1D, PADDED, MASKED)
@@ -265,9 +268,11 @@ def walk_head(
             x_RD = x_RD.to(tl.float32)
             pre_RD = convolve(x_RD, history, taps, bias_1D, W, HAS_BIAS)
             if HAS_HISTORY:
-                place_R = tl.load(place_ptr + start + t_R, mask=room_R > step, other=-1)
+                lead_row_R = tl.load(
+                    place_ptr + start + t_R, mask=room_R > step, other=-1
+                )
                 pre_RD += load_lead_in(
-                    lead_ptr + column + d_1D, place_R, real_1D, lead_stride
+                    lead_ptr + column + d_1D, lead_row_R, real_1D, lead_stride
                 )
             act_RD = pre_RD * sigmoid(pre_RD)
             if NORMALISE:

@@ -4,9 +4,9 @@ Triton.
     function(x, A_log, low, high)  x [B, S, heads, width] in fp32 or wider, A_log
                                    [heads, 1] or None
 
-x is the gate's columns, plus ``dt_bias`` if the gate has a rate. ``low`` and ``high``
-are two numbers that the mixer's ``front.py`` states; each function's equation says
-which of them it reads. Each function returns one or two of the rule's inputs, as a
+x is the gate's columns, plus ``dt_bias`` if the gate has ``A_log``. ``low`` and
+``high`` are two numbers that the mixer's ``front.py`` states; each function's equation
+says which of them it reads. Each function returns one or two of the rule's inputs, as a
 tuple of tensors in the shape of x. ``A_log`` only needs a shape that broadcasts to x.
 
 Log-decays are clamped at :func:`..elementwise.least_log_decay`, ``A_log`` at

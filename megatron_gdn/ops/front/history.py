@@ -9,8 +9,10 @@ result before the activation:
     pre[p]     = bias + taps over the piece's own rows + lead_in[p]    0 <= p < W - 1
     lead_in[p] = sum of tap[W - 1 - p - age] * row[age] over 1 <= age < W - p
 
+``row[age]`` is the row ``age`` tokens before the piece.
+
 Legend: s tokens of the batch, N pieces with a history, R rows of history, M tokens
-whose rows this rank sent, A the age of a row, P the N (W - 1) tokens of all edges.
+whose rows this rank sent, A ages of rows (W - 1), P the N (W - 1) tokens of all edges.
 """
 
 from __future__ import annotations
@@ -62,12 +64,12 @@ class HistoryTable:
         rows were sent, in the order in which their gradients return; a token may occur
         several times.
         """
-        ahead = torch.arange(before.shape[1], device="cpu")
+        ahead = torch.arange(before.shape[1], device="cpu")  # 0 .. W - 2
         edge = torch.where(ahead < count[:, None], first[:, None] + ahead, -1)
         flat_edge = edge.flatten()
         in_piece = flat_edge >= 0
-        place = torch.full((tokens,), -1, dtype=torch.int32, device="cpu")
-        place[flat_edge[in_piece]] = in_piece.nonzero().flatten().int()
+        edge_index = torch.full((tokens,), -1, dtype=torch.int32, device="cpu")
+        edge_index[flat_edge[in_piece]] = in_piece.nonzero().flatten().int()
         # the returned gradients, grouped by their tokens; stable, so that a token's
         # gradients are added in the order of ``sent``
         order = sent.argsort(stable=True)
@@ -85,7 +87,7 @@ class HistoryTable:
         return cls(
             rows_before=to_device(before.int(), device),
             edge_tokens=to_device(edge.int(), device),
-            edge_index=to_device(place.int(), device),
+            edge_index=to_device(edge_index.int(), device),
             gradient_additions=to_device(additions.int(), device),
         )
 
@@ -195,12 +197,12 @@ def _last_row_indices(
     """
     length = torch.tensor(lengths, dtype=torch.int64, device="cpu")[:, None]
     start = length.cumsum(0) - length
-    # The place of each last row in its sequence; a negative place means an old row.
-    place = length - past + torch.arange(past, device="cpu")
-    new_index = (start + place.clamp(min=0)).clamp(max=max(sum(lengths) - 1, 0))
+    # the position of each last row in its sequence; the old rows have -past .. -1
+    position = length - past + torch.arange(past, device="cpu")
+    new_index = (start + position.clamp(min=0)).clamp(max=max(sum(lengths) - 1, 0))
     first_old = torch.arange(len(lengths), device="cpu")[:, None] * past
-    old_index = first_old + (place + past).clamp(max=past - 1)
-    is_new = place >= 0
+    old_index = first_old + (position + past).clamp(max=past - 1)
+    is_new = position >= 0
     return _LastRows(
         to_device(is_new.flatten(), device),
         to_device(new_index.flatten(), device),
@@ -229,8 +231,8 @@ def last_rows(
 
 
 class HistoryLink(Protocol):
-    """How the pieces of a batch get the rows of the pieces before them, from other
-    ranks or from other documents of the batch."""
+    """Gets the history of a batch from other ranks, or from other documents of the
+    batch."""
 
     def fetch(self, rows_sBC: Tensor) -> History:
         """Send the rows that other pieces need; wait for the history of this batch and

@@ -1,8 +1,8 @@
 """The lead-in of :mod:`.history`, its backward, and the sums of returned gradients, in
 Triton.
 
-The letters are those of :mod:`.history`; in tile names C is the channels of a block.
-``real_*`` is the mask of a tile's elements that exist.
+The letters are those of :mod:`.history`; in names of tensors inside a kernel C is the
+channels of one program. ``real_*`` is the mask of the elements that exist.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def lead_in_kernel(
 
     ``rows_ptr``: the history's rows ``[R, B, C]``, which have the three strides.
     ``weight_ptr``: the conv weight ``[C, 1, W]``. ``before_ptr``: the field
-    `HistoryTable.rows_before`. CHANNELS is C, and a block has BLOCK channels.
+    `HistoryTable.rows_before`. CHANNELS is C, and a program computes BLOCK channels.
     """
     n = tl.cast(tl.program_id(0), tl.int64)
     b = tl.cast(tl.program_id(2), tl.int64)

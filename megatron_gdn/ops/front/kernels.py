@@ -7,14 +7,15 @@ again from the rows. A program computes, for one tile of tokens, one head of a c
 section or some columns of a gate. :mod:`.launches` passes the front's table as two
 constants, tuples of tuples:
 
-    CONVOLVED  for each of three sections, a `.launches.ConvolvedConstants`
+    CONVOLVED  for each of the three sections, a `.launches.ConvolvedConstants`
     GATES      for each gate section, a `.launches.GateConstants`
 
 Each gate's function is a separate constant, because Triton's cache key contains the
 source of a function only if the function itself is a constant.
 
-Legend: in names of tiles T is tokens, D is columns. ``program`` numbers the programs of
-one tile of tokens.
+Legend: in names of tensors T is tokens, D is columns. ``program`` numbers the programs
+of one tile of tokens. BLOCK is D rounded up to a power of two, ``real_*`` the mask of
+the elements that exist.
 """
 
 from __future__ import annotations
@@ -25,16 +26,16 @@ import triton.language as tl
 from .conv_backward import walk_head_backward
 from .conv_forward import meets_a_boundary, walk_head
 
-# The places of the fields of both kinds of constants.
+# The indices of the fields that both kinds of constants have.
 FIRST_PROGRAM_INDEX = tl.constexpr(0)
 PROGRAM_COUNT_INDEX = tl.constexpr(1)
 COLUMN_INDEX = tl.constexpr(2)
 WIDTH_INDEX = tl.constexpr(3)
 BLOCK_WIDTH_INDEX = tl.constexpr(4)
-# The places of further fields of `.launches.ConvolvedConstants`.
+# The indices of further fields of `.launches.ConvolvedConstants`.
 UNIT_LENGTH_INDEX = tl.constexpr(5)
 SUMMED_HEADS_INDEX = tl.constexpr(6)
-# The places of further fields of `.launches.GateConstants`.
+# The indices of further fields of `.launches.GateConstants`.
 PER_CHANNEL_INDEX = tl.constexpr(5)
 RESULT_COUNT_INDEX = tl.constexpr(6)
 HAS_A_LOG_INDEX = tl.constexpr(7)
@@ -179,8 +180,11 @@ def _compute_gate_section(
     ``rows_ptr`` points at batch row ``b`` of the rows with the gate's columns.
     ``first_ptr``, ``second_ptr``: receive the first and, if there is one, the second
     result, fp32 [B, S, PROGRAMS D] each. ``A_log_ptr``, ``dt_bias_ptr``: the
-    parameters, read if the gate has a rate. ``start``, ``tokens``: first token and
-    number of tokens of the tile. FUNCTION: one of :mod:`.gate_kernels`.
+    parameters, read if HAS_A_LOG. ``start``, ``tokens``: first token and number of
+    tokens of the tile. FUNCTION: one of :mod:`.gate_kernels`.
+
+    If PER_CHANNEL, a program computes the D channels of one head. If not, one program
+    computes the D heads of the gate.
     """
     FIRST_PROGRAM: tl.constexpr = GATES[GATE_INDEX][FIRST_PROGRAM_INDEX]
     PROGRAMS: tl.constexpr = GATES[GATE_INDEX][PROGRAM_COUNT_INDEX]
@@ -274,23 +278,24 @@ def front_forward_kernel(
 
     A tile has ROWS segments of ``steps`` tokens, of the S tokens of a batch row. The
     programs of a tile are those of the convolved heads, then those of the gates. A
-    launch may leave out the first programs and the last: its program 0 is number
+    launch may compute only some sections. Then program 0 of the grid is number
     ``first_program`` of the tile. Programs of neighbouring heads run at the same time,
     so together they read whole rows.
 
     Writes the convolved sections to ``conv0_ptr``, ``conv1_ptr``, ``conv2_ptr`` and the
     gates to ``gate0_ptr``, ``gate1_ptr``, ``gate2_ptr``. If a table has only one gate,
-    this gate may have a second result, which goes to ``gate1_ptr``. ``gates_ptr``: rows
-    with the columns of the gates that are not in ``rows_ptr``. ``position_ptr``: each
-    token's place in its document. ``lead_ptr``, ``place_ptr``: the lead-in of
-    :mod:`.history`, and each token's row in it. ``*stride_s``, ``*stride_b``: elements
-    from a token or batch row to the next. ``*_FUNCTION``: the gates' functions.
-    FIRST_CONV_COLUMN: the first column of a row that the convolution reads.
-    ``weight_ptr`` [C, 1, W], ``bias_ptr`` [C], ``A_log_ptr`` and ``dt_bias_ptr``: the
-    front's parameters. ``eps``: added to a head's sum of squares before its root is
-    taken. STAGES: stages of loads that are prefetched. HAS_HISTORY: there are rows
-    before the pieces. ALWAYS_MASKED: every tile runs the same code, for batch
-    invariance.
+    this gate may have a second result, which goes to ``gate1_ptr``.
+
+    ``rows_ptr``: the projection rows; ``gates_ptr``: rows with the gates' columns that
+    the projection rows lack. ``weight_ptr`` [C, 1, W], ``bias_ptr`` [C], ``A_log_ptr``,
+    ``dt_bias_ptr``: the front's parameters. ``position_ptr``: each token's position in
+    its document, read if PACKED. ``lead_ptr``: the lead-in of :mod:`.history`, read if
+    HAS_HISTORY; ``place_ptr``: each token's row in the lead-in, or -1. ``*stride_s``,
+    ``*stride_b``: elements from a token or batch row to the next. ``eps``: added to a
+    head's sum of squares before its root is taken. ``*_FUNCTION``: the gates'
+    functions. FIRST_CONV_COLUMN: the first column of a row that the convolution reads.
+    STAGES: stages of loads that are prefetched. ALWAYS_MASKED: every tile runs the same
+    code, for batch invariance.
     """
     program = tl.program_id(0) + first_program
     tokens = ROWS * steps
@@ -388,10 +393,10 @@ def _convolve_section_backward(
     """Backward of :func:`_convolve_section`.
 
     ``grad_ptr``: the output's gradient. It has GROUP heads for each head of the output,
-    and these are summed. If SCALED, the true gradient of state head h is the given
-    gradient times entry h of ``factor_ptr [H]``. A rule in fp16 scales gradients so
-    that they fit into fp16. State heads that share a head of this section have equal
-    factors.
+    and the kernel sums these GROUP heads. If SCALED, the true gradient of state head h
+    is the given gradient times entry h of ``factor_ptr [H]``: a rule in fp16 scales
+    gradients so that they fit into fp16. State heads that share a head of this section
+    have equal factors.
 
     ``d_rows_ptr`` and ``d_lead_ptr`` point at the gradients of the elements at which
     ``rows_ptr`` and ``lead_ptr`` point. ``partial_ptr`` points at the tile's row of
@@ -533,7 +538,7 @@ def _compute_gate_section_backward(
         _GATE_TILE_ELEMENTS // 2 // BLOCK if BLOCK < _GATE_TILE_ELEMENTS // 2 else 1
     )
     # The GROUP gradients of a value are COPY_DISTANCE elements apart. The first
-    # gradients of neighbouring columns are COLUMN_DISTANCE elements apart.
+    # gradients of two neighbouring columns are COLUMN_DISTANCE elements apart.
     COPY_DISTANCE: tl.constexpr = D if PER_CHANNEL else 1
     COLUMN_DISTANCE: tl.constexpr = 1 if PER_CHANNEL else GROUP
     if (program >= FIRST_PROGRAM) & (program < FIRST_PROGRAM + PROGRAMS):

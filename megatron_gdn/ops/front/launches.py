@@ -105,7 +105,7 @@ class TritonFront(Front):
         else:
             gate_rows = parameters.gate_rows
         convolves = any(is_wanted[:_CONVOLVED_SECTIONS])
-        lead, place = lead_in(history if convolves else None, parameters.weight)
+        lead, edge_index = lead_in(history if convolves else None, parameters.weight)
         launch = _forward_launch(
             self,
             S,
@@ -137,7 +137,7 @@ class TritonFront(Front):
             parameters.dt_bias,
             None if documents is None else documents.position_T,
             lead,
-            place,
+            edge_index,
             *(convolved + gates),
         )
         return made
@@ -156,7 +156,7 @@ class TritonFront(Front):
         ``grads`` has a ``factor``, the true gradient of head h is the given gradient
         times ``factor[h]``.
         """
-        proj, given, documents, history = arguments
+        proj, parameters, documents, history = arguments
         S, B, _ = proj.shape
         # The kernel has no arguments for the strides of gradients, so these must be
         # contiguous.
@@ -166,19 +166,19 @@ class TritonFront(Front):
             for name in output.names
         ]
         d_convolved = d_inputs[:_CONVOLVED_SECTIONS]
-        # In place of an absent gradient the kernel gets A_log, which it does not read
-        # there.
-        d_gates = _with_three_results(d_inputs[_CONVOLVED_SECTIONS:], given.A_log)
+        # For an absent gradient the kernel gets the pointer of A_log and does not use
+        # it.
+        d_gates = _with_three_results(d_inputs[_CONVOLVED_SECTIONS:], parameters.A_log)
         factor = getattr(grads, "factor", None)
-        weight, bias, A_log, dt_bias = given[:4]
+        weight, bias, A_log, dt_bias = parameters[:4]
         has_gate_rows = d_gate_rows is not None
         if d_gate_rows is None:  # the projection rows have the gates' columns
             gate_rows = proj
             d_gate_rows = d_proj
         else:
-            gate_rows = given.gate_rows
+            gate_rows = parameters.gate_rows
         assert gate_rows is not None
-        lead, place = lead_in(history, weight)
+        lead, edge_index = lead_in(history, weight)
         if lead is None:
             d_lead = None
         else:
@@ -220,7 +220,7 @@ class TritonFront(Front):
             dt_bias,
             None if documents is None else documents.position_T,
             lead,
-            place,
+            edge_index,
             *(d_convolved + d_gates),
             factor,
             d_proj,
@@ -231,21 +231,23 @@ class TritonFront(Front):
         if history is not None and d_lead is not None:
             lead_in_backward(history, weight, d_lead, partial[rows_of_tiles:])
         # ``partial`` has the columns of weight, bias, A_log and dt_bias, in this order.
-        found = [None if x is None else torch.empty_like(x) for x in given[:4]]
-        sum_rows(partial, *[x for x in found if x is not None])
-        return tuple(found)
+        d_parameters = [
+            None if x is None else torch.empty_like(x) for x in parameters[:4]
+        ]
+        sum_rows(partial, *[x for x in d_parameters if x is not None])
+        return tuple(d_parameters)
 
 
 def gates_without_kernels(table: FrontTable) -> tuple[str, ...]:
     """The names of the gate sections whose function is not in :mod:`.gates` or has no
     twin in `.gate_kernels`. A table with such a section runs in plain torch."""
-    lacking = []
+    sections = []
     for gate in table.gate_sections:
         name = getattr(gate.function, "__name__", "")
-        ours = gate.function is getattr(plain_gates, name, None)
-        if not ours or not hasattr(gate_kernels, f"{name}_backward"):
-            lacking.append(gate.section)
-    return tuple(lacking)
+        is_of_gates = gate.function is getattr(plain_gates, name, None)
+        if not is_of_gates or not hasattr(gate_kernels, f"{name}_backward"):
+            sections.append(gate.section)
+    return tuple(sections)
 
 
 def _with_three_results[Item](results: list[Item], absent: Item) -> list[Item]:
@@ -287,10 +289,10 @@ def _forward_launch(
     require_32_bits("the number of tokens of a tile's end", S + tile.tokens + W)
     tables = kernel_tables(front, has_gate_rows)
     programs = [section.program_count for section in tables.convolved + tables.gates]
-    # the first wanted section, and one past the last
+    # the index of the first wanted section, and one past the last
     first = is_wanted.index(True)
     end = len(is_wanted) - is_wanted[::-1].index(True)
-    # the grid counts one range of programs
+    # A grid counts programs without gaps.
     assert all(is_wanted[first:end]), "wanted sections must be adjacent"
     return Launch(
         front_forward_kernel,
@@ -367,15 +369,16 @@ def _backward_plan(
         for part in tables.convolved
     ]
     tile = within_shared_memory(tile, max(prefetched_bytes))
-    # In a shorter segment the kernel would also write dx of the previous segment's
-    # tokens.
+    # The tile has segments of ``steps`` tokens. In a shorter segment the kernel would
+    # also write dx of the previous segment's tokens.
     assert tile.steps >= W - 1, "a segment must have at least W - 1 steps"
     tiles = triton.cdiv(S, tile.tokens)
+    # the columns of weight and bias come before those of A_log and dt_bias
     rate_column = layout.conv_width * (W + has_bias)
     (gate_with_A_log,) = (gate for gate in front.table.gate_sections if gate.has_A_log)
     # A_log has an element per head, dt_bias one per column of the gate.
-    rates, biases_per_rate = layout.shape_of(gate_with_A_log.section)
-    columns = rate_column + rates + rates * biases_per_rate
+    gate_heads, gate_width = layout.shape_of(gate_with_A_log.section)
+    columns = rate_column + gate_heads + gate_heads * gate_width
     programs = sum(section.program_count for section in tables.gates + tables.convolved)
     launch = Launch(
         front_backward_kernel,
@@ -477,16 +480,15 @@ def kernel_tables(
     each input of the rule, how many heads of its gradient are summed for one head;
     None: 1. A decode step uses only the gates' constants.
 
-    A section's programs are numbered after those of the sections before it.
+    The sections number their programs one after the other: convolved sections first in
+    the forward, gates first in the backward.
     """
     layout = front.layout
     table = front.table
     if summed_heads is None:
         summed_heads = [1] * len(front.input_names)
-    # The gates' programs are the last ones in the forward and the first ones in the
-    # backward.
     first_program = 0
-    if not backward:
+    if not backward:  # the gates' programs come after the convolved heads'
         for part in table.convolved_sections:
             heads, _ = layout.shape_of(part.section)
             first_program += heads
@@ -520,6 +522,7 @@ def kernel_tables(
     if not backward:
         first_program = 0
     convolved = []
+    # not strict: ``summed_heads`` also has the gates' inputs, after the convolved ones
     for part, summed in zip(table.convolved_sections, summed_heads, strict=False):
         heads, head_dim = layout.shape_of(part.section)
         convolved.append(

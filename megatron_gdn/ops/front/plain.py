@@ -90,7 +90,7 @@ class PlainFront(Front):
         is ``[B, S, heads of the gradient(, width)]``. If ``grads`` has a ``factor``,
         the true gradient of head h is the given gradient times ``factor[h]``.
         """
-        proj, given, documents, history = arguments
+        proj, front_parameters, documents, history = arguments
         wide = torch.promote_types(proj.dtype, torch.float32)
 
         def inputs_from(
@@ -127,7 +127,8 @@ class PlainFront(Front):
             history_rows = None
         else:
             history_rows = history.rows
-        tensors = (proj, history_rows, given.gate_rows) + given[:4]
+        tensors = (proj, history_rows, front_parameters.gate_rows)
+        tensors += front_parameters[:4]
         tensors = [None if x is None else x.to(wide) for x in tensors]
         d_rows, d_history_rows, d_gates, *d_parameters = gradients(
             inputs_from, tensors, d_inputs
@@ -141,8 +142,8 @@ class PlainFront(Front):
             d_gate_rows.copy_(d_gates)
         if history is not None and history.d_rows is not None:
             history.d_rows.copy_(d_history_rows)
-        # weight, bias, A_log, dt_bias; ``given`` has more fields
-        pairs = zip(d_parameters, given, strict=False)
+        # weight, bias, A_log, dt_bias; ``front_parameters`` has more fields
+        pairs = zip(d_parameters, front_parameters, strict=False)
         return tuple(None if x is None else d.to(x.dtype) for d, x in pairs)
 
 
@@ -171,10 +172,10 @@ def front_of(
             f"unknown kernels {kernels!r}; use 'auto', 'triton' or 'torch'."
         )
     # Deterministic mode also requires that other sequences do not change a sequence's
-    # bits.
-    deterministic = bits >= Bits.DETERMINISTIC
+    # bits, so the front is then batch-invariant.
+    batch_invariant = bits >= Bits.DETERMINISTIC
     if kernels == "torch":
-        return PlainFront(table, operands, deterministic)
+        return PlainFront(table, operands, batch_invariant)
     if kernels == "auto":
         why = why_not_triton(device, rows_dtype, taps)
     else:
@@ -184,7 +185,7 @@ def front_of(
 
         lacking = gates_without_kernels(table)
         if not lacking:
-            return TritonFront(table, operands, deterministic)
+            return TritonFront(table, operands, batch_invariant)
         why = (
             f"the gates {', '.join(lacking)} have no functions in "
             "ops/front/gate_kernels.py"
@@ -194,4 +195,4 @@ def front_of(
                 f"kernels='triton': {why}. Write them, or use 'auto' or 'torch'."
             )
     log_obstacle_once(f"conv, gates and norm run in plain torch: {why}.", device)
-    return PlainFront(table, operands, deterministic)
+    return PlainFront(table, operands, batch_invariant)

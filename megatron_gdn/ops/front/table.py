@@ -154,7 +154,7 @@ class Front:
     table: FrontTable
     # dtype of the convolved inputs; None: the rows' dtype
     operand_dtype: torch.dtype | None = None
-    # whether a token's bits must not depend on the token's place in the buffer
+    # whether a token's bits must not depend on its index in the buffer
     batch_invariant: bool = False
 
     is_triton: ClassVar[bool] = False  # whether the front runs in Triton
@@ -313,14 +313,14 @@ class Front:
             d_gate_rows = None
         else:
             d_gate_rows = torch.empty_like(named.gate_rows)
-        found = self._compute_gradients(arguments, grads, d_proj, d_gate_rows)
+        d_parameters = self._compute_gradients(arguments, grads, d_proj, d_gate_rows)
         if named.shared_input is not None:
             shared = named.shared_input
             d_shared = getattr(grads, self.input_names[-1]).sum((0, 1))
-            found += (d_shared.to(shared.dtype).view(shared.shape),)
+            d_parameters += (d_shared.to(shared.dtype).view(shared.shape),)
         if d_gate_rows is None:
-            return found
-        return found + (d_gate_rows,)
+            return d_parameters
+        return d_parameters + (d_gate_rows,)
 
     def _named_parameters(self, parameters: FrontParameterList) -> FrontParameters:
         """Name the parameters of a list; the class's docstring gives their order."""
