@@ -19,7 +19,7 @@ MOST_RANKS = 2**10
 class Parser(argparse.ArgumentParser):
     """Parses a command's options, which may not be abbreviated.
 
-    Its error message is one line, which suggests a known name for each unknown name.
+    An error message is one line and suggests a known name for each unknown name.
     """
 
     def __init__(self, prog: str, **settings: Any) -> None:

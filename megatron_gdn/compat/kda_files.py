@@ -32,8 +32,8 @@ _OLD_KEY_ENDS = {
     "g_b_proj.weight": "z_b_weight",
     "input_layernorm.weight": "self_attention.in_proj.layer_norm_weight",
 }
-# For the forget gate and the output gate: the ends of its keys if it has low rank, the
-# ends if it has full rank, and the config's field with the rank.
+# For each gate (forget gate, output gate): the ends of its keys with low rank, the ends
+# with full rank, and the config's field with the rank.
 _KEY_ENDS_OF_GATES = (
     (
         ("f_a_proj.weight", "in_proj.weight.f_a"),

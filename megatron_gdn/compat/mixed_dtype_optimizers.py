@@ -84,8 +84,8 @@ def repair_mixed_dtype_optimizers() -> None:
     distributed = DistributedOptimizer
     half = Float16OptimizerWithFloat16Params
     files = TorchDistLoadShardedStrategy
-    # Fault -> list of (class, name of the method, wrapper). If two wrap one method, the
-    # later wrapper calls the earlier one.
+    # Fault -> list of (class, name of the method, wrapper). If two wrappers wrap one
+    # method, the later wrapper calls the earlier one.
     repairs: dict[UpstreamFault, list[tuple[type, str, Callable]]] = {
         versions.STATES_IN_BUFFER_ORDER: [(distributed, "__init__", _order_as_adam)],
         versions.REPLICAS_DIFFER: [
@@ -293,8 +293,8 @@ def _store_all_parameters(
         if id(parameter) not in fp32_ids:
             half_masters.append(master)
         elif is_loading:
-            # The model's own entry already loads into the parameter, so the master is
-            # loaded into a copy, which `_load_fp32_masters` copies to the parameter.
+            # The model's own entry loads into the parameter itself. So the master is
+            # loaded into a copy; later `_load_fp32_masters` puts it in the parameter.
             state[_FP32_MASTERS_KEY][index] = replace(master, data=master.data.clone())
         else:
             state[_FP32_MASTERS_KEY][index] = master

@@ -64,10 +64,10 @@ def end_one_process() -> None:
 
 @contextmanager
 def in_one_process() -> Iterator[None]:
-    """Set up one process (`start_one_process`), run the block, then undo the set-up and
-    restore torch's random state on the CPU.
+    """In this context one process is set up (`start_one_process`). The end of the
+    context undoes the set-up and restores torch's random state on the CPU.
 
-    If Megatron is set up already, only run the block.
+    If Megatron is set up already, the context changes nothing.
 
     Raises:
         RuntimeError: torch.distributed runs several processes.
@@ -362,9 +362,11 @@ def resume_distributed_optimizer_with_torch_adam() -> None:
     def set_states_without_step(
         self, model_param: torch.Tensor, tensors: StateDict
     ) -> None:
-        """Call ``_set_main_param_and_optimizer_states`` with a "step" of None, which it
-        does not copy. It looks up each of Adam's states in ``tensors``, which has no
-        step."""
+        """Call ``_set_main_param_and_optimizer_states`` with a "step" of None.
+
+        The method looks up each of Adam's states in ``tensors``, which has no step. It
+        copies tensors only, so it skips None.
+        """
         set_states(self, model_param, {**tensors, "step": None})
 
     def load_state_dict_with_own_steps(self, state_dict: StateDict) -> None:

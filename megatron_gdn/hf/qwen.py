@@ -10,8 +10,8 @@ from .config_fields import ConfigFields
 from .field_groups import FieldGroups, fields_without_effect
 from .json_files import short_text
 
-# Three sets of fields that are read: for every model; for models with experts; for
-# Qwen3-Next, in which each layer has an MLP or experts.
+# Three sets of fields that are read: the first for every model, the second for models
+# with experts, the third for Qwen3-Next only.
 _READ_FIELDS = {
     "architectures",
     "full_attention_interval",
@@ -41,7 +41,7 @@ _EXPERT_READ_FIELDS = {
     "num_experts_per_tok",
     "shared_expert_intermediate_size",
 }
-# further fields that only Qwen3-Next's files have
+# In Qwen3-Next some layers have an MLP and others have experts.
 _QWEN3_NEXT_READ_FIELDS = {
     "decoder_sparse_step",
     "intermediate_size",

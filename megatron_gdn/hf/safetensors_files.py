@@ -269,8 +269,8 @@ class SafetensorsFolder:
     def _require_index_matches(
         self, index: dict[str, str], pairs: list[tuple[str, str]]
     ) -> None:
-        """Raise if ``index`` differs from ``pairs``: each key with the name of a file
-        that stores it."""
+        """Raise if ``index`` differs from ``pairs``, which are pairs (key, name of a
+        file that stores it)."""
         if wrong := set(pairs) ^ set(index.items()):
             key = min(wrong)[0]
             files = [name for stored_key, name in pairs if stored_key == key]

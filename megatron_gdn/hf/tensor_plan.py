@@ -23,8 +23,8 @@ from .safetensors_files import TensorSpec
 # Prefixes of the keys of multi-token prediction and vision, which an export copies and
 # no import loads.
 _PASSTHROUGH_PREFIXES = ("mtp.", "model.visual.", "visual.")
-# Matches a key of a layer's weight, from the end of the text model's prefix on; group
-# "expert" is None outside of experts.
+# Matches the key of a layer's weight after the text model's prefix; group "expert" is
+# None outside of experts.
 _LAYER_KEY_PATTERN = re.compile(
     r"layers\.(?P<layer>[0-9]+)\."
     r"(?:(?:mlp|block_sparse_moe)\.experts\.(?P<expert>[0-9]+)\.)?"

@@ -223,7 +223,7 @@ class CudnnBackward(RuleBackward):
         """``[N, H, K, V]``: the gradient of the initial states, with zero gradients of
         the final states."""
         # The output is linear in the initial states, so their gradient does not depend
-        # on them. It comes after the gradients of the five inputs.
+        # on them. kda_bwd gives it after the gradients of the five inputs.
         gradients = self._run(initial=None, d_final=None)
         return gradients[5].mT.contiguous()
 

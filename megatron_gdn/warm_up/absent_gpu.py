@@ -29,8 +29,8 @@ HOPPER_ARCH = "9.0"  # Hopper's compute capability, as tilelang writes it
 
 @contextmanager
 def simulated_hopper(multiprocessors: int = 132) -> Iterator[None]:
-    """In this context torch reports a Hopper GPU with that number of multiprocessors,
-    and Triton and tilelang compile for Hopper.
+    """In this context torch reports a Hopper GPU with this number of
+    ``multiprocessors``, and Triton and tilelang compile for Hopper.
 
     Functions of ``torch.cuda`` and of both compilers are replaced in this process.
     """
