@@ -284,7 +284,7 @@ def _hosts(
     host = int.from_bytes(
         blake2b(_own_host().encode(), digest_size=8).digest(), signed=True
     )
-    configured_by_rank, hosts = _gather(
+    configured_by_rank, hashes = _gather(
         (configured or 0, host), group, device
     ).T.tolist()
     if len(set(configured_by_rank)) > 1:
@@ -294,7 +294,7 @@ def _hosts(
             f"{[number or None for number in configured_by_rank]}, by rank. Give all "
             "ranks the same number, or give no rank a number."
         )
-    return hosts
+    return hashes
 
 
 def _own_host() -> str:

@@ -46,19 +46,19 @@ class SequencePartition(NamedTuple):
         """The nodes of a chain, the same in every chain.
 
         In zigzag ranks 0 .. cp - 1 hold their first fragments, then ranks cp - 1 .. 0
-        their second ones. With ``joins_middle`` the two middle fragments, both of the
-        last rank, are one node.
+        their second ones. With ``joins_middle_fragments`` the two middle fragments,
+        both of the last rank, are one node.
         """
         up = tuple(range(self.cp_size))
         down = up[::-1]
         if self.layout is SequenceLayout.CONTIGUOUS:
             return Nodes(up, (0,) * len(up))
-        if self.joins_middle:
+        if self.joins_middle_fragments:
             down = down[1:]
         return Nodes(up + down, (0,) * len(up) + (1,) * len(down))
 
     @property
-    def joins_middle(self) -> bool:
+    def joins_middle_fragments(self) -> bool:
         """Whether the last rank holds one fragment, twice as long as a fragment of
         another rank.
 
@@ -153,7 +153,8 @@ def _cut_fragments(documents: Documents, partition: SequencePartition) -> Fragme
         length = chain_bounds.diff() // (2 * cp_size)
     begin = chain_bounds[:-1] + node * length
     end = begin + length
-    if partition.joins_middle:  # node cp - 1 is twice as long as each other node
+    if partition.joins_middle_fragments:
+        # Node cp - 1 is twice as long as each other node.
         begin = begin + second * length
         end = end + (node >= cp_size - 1) * length
     # The index of the document that holds each fragment's first and last token. An

@@ -32,8 +32,8 @@ from .map_exchange import exchange_rows
 
 
 class HistoryRoute(NamedTuple):
-    """Which projection rows one rank sends to others, and receives, as the history of
-    pieces."""
+    """The projection rows that one rank sends to other ranks, and receives from them,
+    as the history of pieces."""
 
     send_rows: Tensor  # int64, indices of the local rows to send, by receiving rank
     send_counts: tuple[int, ...]  # the number of rows sent to each rank
@@ -135,7 +135,7 @@ def _candidate_rows(
     partition: SequencePartition, chains: int, history_len: int, sending: bool
 ) -> _CandidateRows:
     """The rows that this rank may send (if ``sending``) or receive, on the CPU, sorted
-    by the other rank.
+    by ``peer_rank``.
 
     The rows of a message are in sequence order. Candidate rows do not depend on the
     documents' lengths; :func:`_build_tables` finds which of these rows are needed.
@@ -245,7 +245,7 @@ def _build_tables(
     edge = torch.where(has_history[:, None] & inside_piece, token, -1)
 
     # HistoryTable.gradient_additions: for each of the last W - 1 rows of this rank's
-    # fragments, the returned gradients that are added to its gradient
+    # fragments, the returned gradients that are added to the row's gradient
     is_sent, number, _ = needed_rows(sendable)
     chain = sendable.chain
     fragment = sendable.own_fragment

@@ -4,14 +4,15 @@ maps.
     S_out = through @ S_in + local                 the map of a piece
 
 A *node* is one fragment of a chain. A *path* lists the nodes through which a state
-goes, in order: the state begins, as zero, in the first node.
+goes, in order. The state is zero before the first node.
 
-The maps of all earlier pieces of a chain, applied to a zero state, give the state that
-enters a piece. The M states of all chains and heads are divided among the ranks. One
-all-to-all gives every rank the maps of its share of the M states. The rank applies the
-maps along each chain one after the other, in fp32, and another all-to-all returns the
-states. If every path has two nodes, S_in is zero in the first node, so S_out is
-``local``. Then one all-to-all sends these states to the second nodes, and no maps.
+To get the state that enters a piece, the maps of all earlier pieces of the chain are
+applied to a zero state. The M states of all chains and heads are divided among the
+ranks. One all-to-all gives every rank the maps of its share of the M states. The rank
+applies the maps along each chain one after the other, in fp32, and another all-to-all
+returns the states. If every path has two nodes, S_in is zero in the first node, so
+S_out is ``local``. Then one all-to-all sends these states to the second nodes, and no
+maps.
 
 Legend: M states that follow the same paths (one per chain and value head; chains of all
 batch rows), m of them in this rank's share; h nodes of this rank that send, or that
@@ -40,7 +41,8 @@ class StatePaths(NamedTuple):
     """
 
     ranks: tuple[int, ...]  # the rank of each node of a chain
-    nodes_of_paths: tuple[tuple[int, ...], ...]  # of each path, in order, at least two
+    # the nodes of each path, in order, at least two
+    nodes_of_paths: tuple[tuple[int, ...], ...]
 
     def reversed(self) -> StatePaths:
         """The paths of the states' gradients, from the last node to the first."""
@@ -81,7 +83,8 @@ class StatePaths(NamedTuple):
 class _MapRoute(NamedTuple):
     """What a rank sends and receives for M states.
 
-    A count tells how many maps, or states, of one head go to or come from each rank.
+    Entry r of a ``*_counts``: how many maps, or states, of one head this rank sends to
+    rank r, or receives from rank r.
     """
 
     # `StatePaths.is_direct`: one exchange sends the states themselves. No maps are
@@ -89,9 +92,9 @@ class _MapRoute(NamedTuple):
     is_direct: bool
     # how many of the M states each rank computes
     states_per_rank: tuple[int, ...]
-    map_send_counts: tuple[int, ...]  # counts; if ``is_direct``, of states
+    map_send_counts: tuple[int, ...]  # if ``is_direct``, counts of states
     map_receive_counts: tuple[int, ...]
-    state_send_counts: tuple[int, ...]  # counts
+    state_send_counts: tuple[int, ...]
     state_receive_counts: tuple[int, ...]
     # How to apply the received maps; None if ``is_direct``, or this rank has no share.
     chain_steps: ChainSteps | None
@@ -213,9 +216,9 @@ def states_entering_nodes(
 
 
 def pack_maps_by_rank(local: Tensor, through: Tensor, shares: Sequence[int]) -> Tensor:
-    """Lay ``local`` beside ``through``, maps ``[h, M, K, .]``, in the order of the
-    receiving ranks: the maps of rank 0's ``shares[0]`` states, for all h nodes, then
-    the maps of rank 1's ``shares[1]`` states, and so on.
+    """Lay ``local`` beside ``through``, maps ``[h, M, K, .]``, and sort them by the
+    receiving rank. The maps of rank 0's ``shares[0]`` states come first, for all h
+    nodes, then the maps of rank 1's ``shares[1]`` states, and so on.
 
     The result ``[h * M, K, X]`` is contiguous. It takes one copy if the shares are
     equal, and none if h is 1 and :func:`joined_view` gives a view.

@@ -75,8 +75,9 @@ class StateTable:
 
 
 class NodeMasks(NamedTuple):
-    """Which nodes states leave, enter and pass. Made only for fixed buffers, since the
-    host does not know their documents. Bool ``[nodes * chains, 1, 1, 1]``."""
+    """Masks of the nodes that states leave, enter and pass. Made only for fixed
+    buffers, since the host does not know their documents. Bool ``[nodes * chains, 1, 1,
+    1]``."""
 
     state_leaves: Tensor  # of the nodes ``StateTable.sending_nodes``
     state_enters: Tensor  # of the nodes ``StateTable.receiving_nodes``
@@ -196,9 +197,9 @@ def _exit_of_each_entry(
 
 
 def _paths_of(documents: Documents, partition: SequencePartition) -> StatePaths:
-    """The paths of states along a chain. In zigzag each document is cut at all nodes,
-    so there is one path through all nodes. The same path is taken if the host does not
-    know where documents are cut."""
+    """The paths of states along a chain. In zigzag each document has tokens in all
+    nodes, so there is one path through all nodes. The same path is taken if the host
+    does not know where documents are cut."""
     ranks = partition.nodes.ranks
     every_node = tuple(range(len(ranks)))
     if not documents.known_on_host or partition.layout is SequenceLayout.ZIGZAG:
@@ -433,7 +434,7 @@ class StateExchange:
         if table.exit_of_each_entry is None:
             return through
         if not table.sending_nodes:
-            # All receiving nodes are the first of their path in the backward, which
-            # does not read their ``through``.
+            # In the backward each receiving node is the first of its path, and the
+            # ``through`` of a first node is not read.
             return through.new_zeros(table.exit_of_each_entry.shape + through.shape[1:])
         return through.index_select(0, table.exit_of_each_entry)

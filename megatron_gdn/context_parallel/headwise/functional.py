@@ -1,4 +1,4 @@
-"""Head-exchange functions and a class with Megatron's names.
+"""The head exchange under Megatron's names: functions, and a class for Mamba2 mixers.
 
 Legend: S tokens of the whole sequence, s = S / cp tokens on one rank, B batch, D the
 exchanged width, d = D / cp; P width of a Mamba2 row z | x | B | C | dt, p width of one
@@ -324,9 +324,9 @@ class MambaContextParallel:
     def get_conv1d_weight(self) -> Tensor:
         """This rank's rows of the convolution's weight:
         ``[channels of this rank, taps]``."""
-        return self._share(self._conv_parameter("weight"), _CONVOLVED_SECTIONS).squeeze(
-            1
-        )
+        return self._local_part(
+            self._conv_parameter("weight"), _CONVOLVED_SECTIONS
+        ).squeeze(1)
 
     def get_conv1d_bias(self) -> Tensor | None:
         """This rank's part of the convolution's bias, ``[channels of this rank]``, or
@@ -334,7 +334,7 @@ class MambaContextParallel:
         bias = self._conv_parameter("bias")
         if bias is None:
             return None
-        return self._share(bias, _CONVOLVED_SECTIONS)
+        return self._local_part(bias, _CONVOLVED_SECTIONS)
 
     def get_dt_bias(self, whole: Tensor | None = None) -> Tensor:
         """This rank's part of ``dt_bias`` [heads].
@@ -342,17 +342,17 @@ class MambaContextParallel:
         If the mixer holds only a shard of ``dt_bias``, the caller passes the gathered
         parameter as ``whole``.
         """
-        return self._share(self.mixer.dt_bias if whole is None else whole)
+        return self._local_part(self.mixer.dt_bias if whole is None else whole)
 
     def get_A_log(self, whole: Tensor | None = None) -> Tensor:
         """This rank's part of ``A_log`` [heads]; ``whole`` as in
         :meth:`get_dt_bias`."""
-        return self._share(self.mixer.A_log if whole is None else whole)
+        return self._local_part(self.mixer.A_log if whole is None else whole)
 
     def get_D(self, whole: Tensor | None = None) -> Tensor:
         """This rank's part of D, [heads] or [channels]; ``whole`` as in
         :meth:`get_dt_bias`."""
-        return self._share(self.mixer.D if whole is None else whole)
+        return self._local_part(self.mixer.D if whole is None else whole)
 
     def _conv_parameter(self, name: str) -> Tensor:
         """The mixer's ``conv1d.<name>`` or ``conv1d_<name>``; ``name`` is "weight" or
@@ -362,7 +362,9 @@ class MambaContextParallel:
             return getattr(self.mixer, f"conv1d_{name}")
         return getattr(conv, name)
 
-    def _share(self, param: Tensor, sections: Sequence[str] | None = None) -> Tensor:
+    def _local_part(
+        self, param: Tensor, sections: Sequence[str] | None = None
+    ) -> Tensor:
         """This rank's part of ``param``, whose dimension 0 has an entry per column of
         ``sections``; None: an entry per head, or per column of the heads."""
         if self.cp_size == 1:

@@ -71,8 +71,11 @@ def _program_count(tiles: int, device: torch.device, beside_transfer: bool) -> i
 
 
 def _rows_per_tile(rows: int, element_size: int, strips: tuple[Strip, ...]) -> int:
-    """How many of the ``rows`` rows a tile has, so that the widest block of ``strips``
-    has at most _TILE_BYTES bytes in a tile; ``element_size`` is in bytes."""
+    """The number of rows of a tile, so that the tile has at most _TILE_BYTES bytes of
+    the widest block of ``strips``.
+
+    ``rows``: the rows of all tiles together; ``element_size``: bytes of an element.
+    """
     # With fewer rows, smaller tiles let more programs run at one time.
     if rows >= 4096:
         tile = _TILE_BYTES
@@ -92,9 +95,9 @@ def _require_32_bits(rows: int, tiles: int) -> None:
 def _strides_of(cp_rows: Tensor) -> _RowStrides:
     """The strides of ``cp_rows``, in units of ``alignment`` elements.
 
-    The kernels multiply the strides by ``alignment``. This is a constant, so Triton can
-    compile for rows that begin at multiples of ``alignment`` elements. A dimension of
-    size 1 counts as stride 0, since torch gives it any stride.
+    The kernels multiply the strides by the constant ``alignment``. So Triton knows that
+    rows begin at multiples of ``alignment`` elements. A dimension of size 1 counts as
+    stride 0, since torch gives it any stride.
     """
     assert cp_rows.stride(2) == 1 or cp_rows.shape[2] == 1
     token, batch_row = (
@@ -328,8 +331,8 @@ def _sum_launches(
     rank_width: int,
     beside_transfer: bool,
 ) -> tuple[Launch, ...]:
-    """The launches of `sum_copies_kernel`: one for each number of ranks above 1 that
-    hold the same columns of a section.
+    """The launches of `sum_copies_kernel`: one for each number c > 1 of ranks that hold
+    the same columns of a section.
 
     ``tokens``, ``batch``, ``strides`` and ``dtype`` are those of cp_rows;
     ``rank_width`` is p. The others are arguments of :func:`unpack_peers`.
@@ -381,7 +384,7 @@ def move_rows(
     """If ``to_hp``, copy row t of the joined ``messages`` to ``hp_rows[positions[t]]``,
     else copy it back. Here ``positions`` are the rows of all peers' tokens."""
     rows = messages.flatten(0, 1)
-    # whole rows are copied, as if one rank had all columns
+    # all columns of a message are copied, as if a single rank held them
     strips = strips_of(HeadShares.even(1, messages.shape[-1:]), _LARGEST_BLOCK_WIDTH)
     _launch_copy(
         rows,

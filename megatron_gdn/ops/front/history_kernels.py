@@ -19,7 +19,7 @@ from ..kernels.tiles import require_32_bits, require_rows_within_grid
 from .conv_forward import load_taps
 from .history import History
 
-_CHANNELS = 256  # per program
+_CHANNELS = 256  # channels that a program computes
 
 
 @triton.jit
@@ -101,7 +101,7 @@ def lead_in_backward_kernel(
 
     Reads the lead-in's gradient ``d_lead_ptr [N, W - 1, B, C]``. Writes the rows'
     gradients ``d_rows_ptr [R, B, C]``. Each piece of each batch row has one row of
-    ``partial_ptr [N B, columns]``; its columns [0, C W) get partial sums of d(weight).
+    ``partial_ptr [N B, columns]``: columns 0 .. C W - 1 get partial sums of d(weight).
     ``edge_ptr``: the field `HistoryTable.edge_tokens`. The other arguments are those of
     :func:`lead_in_kernel`.
     """

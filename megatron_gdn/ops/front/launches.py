@@ -31,8 +31,8 @@ from .kernels import front_backward_kernel, front_forward_kernel
 from .table import Front, FrontArguments, FrontTable
 
 _EPS = 1e-6  # as in :func:`..elementwise.l2norm`
-_CONVOLVED_SECTIONS = 3  # of every table; each makes one input of the rule
-# The kernels have so many arguments for the results of gates. A table may need fewer.
+_CONVOLVED_COUNT = 3  # convolved sections of a table; each makes one input of the rule
+# how many arguments the kernels have for the results of gates; a table may need fewer
 _MOST_GATE_RESULTS = 3
 
 
@@ -90,7 +90,7 @@ class TritonFront(Front):
         if not any(is_wanted):
             return made
         for index, output in enumerate(self.section_outputs):
-            if index < _CONVOLVED_SECTIONS:
+            if index < _CONVOLVED_COUNT:
                 dtype = self.operand_dtype
             else:
                 dtype = torch.float32
@@ -104,7 +104,7 @@ class TritonFront(Front):
             gate_rows = proj
         else:
             gate_rows = parameters.gate_rows
-        convolves = any(is_wanted[:_CONVOLVED_SECTIONS])
+        convolves = any(is_wanted[:_CONVOLVED_COUNT])
         lead, edge_index = lead_in(history if convolves else None, parameters.weight)
         launch = _forward_launch(
             self,
@@ -123,8 +123,8 @@ class TritonFront(Front):
         # of the same dtype and does not use the pointer. So all choices of outputs
         # share one compilation.
         outputs = list(made.values())
-        convolved = outputs[:_CONVOLVED_SECTIONS]
-        gates = _with_three_results(outputs[_CONVOLVED_SECTIONS:], None)
+        convolved = outputs[:_CONVOLVED_COUNT]
+        gates = _with_three_results(outputs[_CONVOLVED_COUNT:], None)
         stand_in = next((x for x in convolved if x is not None), proj)
         convolved = [stand_in if x is None else x for x in convolved]
         gates = [parameters.A_log if x is None else x for x in gates]
@@ -165,10 +165,10 @@ class TritonFront(Front):
             for output in self.section_outputs
             for name in output.names
         ]
-        d_convolved = d_inputs[:_CONVOLVED_SECTIONS]
+        d_convolved = d_inputs[:_CONVOLVED_COUNT]
         # For an absent gradient the kernel gets the pointer of A_log and does not use
         # it.
-        d_gates = _with_three_results(d_inputs[_CONVOLVED_SECTIONS:], parameters.A_log)
+        d_gates = _with_three_results(d_inputs[_CONVOLVED_COUNT:], parameters.A_log)
         factor = getattr(grads, "factor", None)
         weight, bias, A_log, dt_bias = parameters[:4]
         has_gate_rows = d_gate_rows is not None
@@ -278,8 +278,8 @@ def _forward_launch(
     several documents. ``has_history``: there are rows before the first tokens.
     """
     tile = front.tile or front_forward_tile(S * B, _widest_head(front))
-    # Triton computes offsets inside a tile with 32 bits. They must fit for the rows and
-    # for every output.
+    # Triton computes offsets inside a tile with 32 bits. The offsets in the rows and in
+    # every output must fit.
     tile = tile_of_32_bit_offsets(
         within_grid(tile, S, B),
         S,
@@ -493,7 +493,7 @@ def kernel_tables(
             heads, _ = layout.shape_of(part.section)
             first_program += heads
     gates = []
-    input_index = _CONVOLVED_SECTIONS  # of the gate's first input of the rule
+    input_index = _CONVOLVED_COUNT  # of the gate's first input of the rule
     for gate in table.gate_sections:
         heads, width = layout.shape_of(gate.section)
         programs, columns = (heads, width) if gate.per_channel else (1, heads)
