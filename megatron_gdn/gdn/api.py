@@ -260,7 +260,7 @@ class _RunRule(torch.autograd.Function):
         ctx.save_for_backward(*inputs, initial, *saved.tensors)
         ctx.rule = rule
         ctx.documents = documents
-        ctx.plan = saved.plan
+        ctx.other_values = saved.other_values
         return o, final
 
     @staticmethod
@@ -275,7 +275,7 @@ class _RunRule(torch.autograd.Function):
         # Under activation checkpointing, ctx.saved_tensors may be read only once.
         q, k, v, g, beta, initial, *kept = ctx.saved_tensors
         inputs = RuleInputs(q, k, v, g, beta)
-        saved = SavedForBackward(tuple(kept), ctx.plan)
+        saved = SavedForBackward(tuple(kept), ctx.other_values)
         # as in a layer: None in place of each input that the rule's backward does not
         # read
         unread = set(RuleInputs._fields) - ctx.rule.backward_reads
@@ -289,7 +289,9 @@ class _RunRule(torch.autograd.Function):
             def state_map() -> StateMap:
                 return ctx.rule.begin(inputs, ctx.documents).state_map()
 
-            grads, d_initial = rule_backward.run_to_states(initial, d_final, state_map)
+            grads, d_initial = rule_backward.run_with_d_initial(
+                initial, d_final, state_map
+            )
         else:
             grads = rule_backward.run(initial, d_final)
             d_initial = None

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from ..ops.delta_rule.base import HeadSizes, RuleInputs, require_whole_groups
+from ..ops.delta_rule.base import HeadSizes, RuleInputs, require_multiple_of_key_heads
 from ..ops.elementwise import largest_beta
 from ..ops.front.gates import decay, strength
 from ..ops.front.table import FrontTable, GateSection, delta_sections
@@ -35,7 +35,7 @@ def gdn_table(
             over the projection.
     """
     sizes = HeadSizes.of(layout)
-    require_whole_groups(sizes.key_heads, sizes.value_heads)
+    require_multiple_of_key_heads(sizes.key_heads, sizes.value_heads)
     g = GateSection("alpha", ("g",), decay, has_A_log=True)
     beta = GateSection("beta", ("beta",), strength, high=largest_beta(allow_neg_eigval))
     return FrontTable(

@@ -11,7 +11,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from ..mixers.base import MixerSubmodules
-from ..mixers.fp32_parameters import Fp32Parameter, fill_with_ones, log_of_rates
+from ..mixers.fp32_parameters import Fp32Parameter, fill_A_log, fill_with_ones
 from ..mixers.options import MixerOptions
 from ..ops.readout.base import ACTIVATIONS
 from ..ops.stages import fronts_of
@@ -129,7 +129,7 @@ class GatedDeltaNet(UpstreamNames):
     # One value per value head. The sections "alpha" and "beta" of a projection row are
     # a and b in the equation.
     fp32 = (
-        Fp32Parameter(name="A_log", section="alpha", first_values=log_of_rates),
+        Fp32Parameter(name="A_log", section="alpha", first_values=fill_A_log),
         Fp32Parameter(
             name="dt_bias",
             section="alpha",

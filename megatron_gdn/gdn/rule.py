@@ -70,8 +70,8 @@ class FlaGDN(FlaDeltaRule):
     def output(
         self, call: FlaForward, products: ChunkProducts, states: Tensor, written: Tensor
     ) -> Tensor:
-        """The output ``[B, S, H, V]``, from ``states`` before chunks, ``written``
-        values, and the sums of g in ``products``."""
+        """The output ``[B, S, H, V]``, from the ``states`` before chunks, the values
+        ``written`` to the state, and the sums of g in ``products``."""
         q = call.inputs.q
         k = call.inputs.k
         return self.fla.chunk_fwd_o(
@@ -79,7 +79,7 @@ class FlaGDN(FlaDeltaRule):
             k=k,
             v=written,
             h=states,
-            g=products.walk_arguments["g"],
+            g=products.states_arguments["g"],
             scale=k.shape[-1] ** -0.5,
             **call.boundaries,
         )
@@ -90,7 +90,7 @@ class FlaGDN(FlaDeltaRule):
 
         :meth:`FlaDeltaRule.d_states` calls fla's function, and adds do, h0, dht, scale
         and the boundaries. dv ``[B, S, H, V]`` is the part of the gradient of the
-        written values that comes from d_o of the same chunk.
+        values written to the state that comes from d_o of the same chunk.
         """
         q, k, v, _, beta = call.inputs
         g_sum, A = call.kept_tensors

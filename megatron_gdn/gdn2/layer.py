@@ -13,8 +13,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from ..mixers.base import MixerSubmodules, RecurrentMixer
 from ..mixers.fp32_parameters import (
     Fp32Parameter,
-    biases_of_time_steps,
-    log_of_rates,
+    fill_A_log,
+    fill_dt_bias,
 )
 from ..mixers.options import MixerOptions
 from ..ops.stages import fronts_of
@@ -77,11 +77,11 @@ class GatedDeltaNet2(RecurrentMixer):
     )
     recurrence: ClassVar[str] = "GDN-2"
     fp32 = (
-        Fp32Parameter(name="A_log", section="f", first_values=log_of_rates),
+        Fp32Parameter(name="A_log", section="f", first_values=fill_A_log),
         Fp32Parameter(
             name="dt_bias",
             section="f",
-            first_values=biases_of_time_steps,
+            first_values=fill_dt_bias,
             has_value_per_column=True,
             is_registered_first=True,
         ),

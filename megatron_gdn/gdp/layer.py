@@ -15,8 +15,8 @@ from ..gdn.rule import RULES
 from ..mixers.arguments import KnownConfigFields
 from ..mixers.fp32_parameters import (
     Fp32Parameter,
-    biases_of_time_steps,
-    log_of_rates,
+    fill_A_log,
+    fill_dt_bias,
 )
 from ..mixers.mamba_layer import MambaLayerMixer, check_time_steps
 from ..mixers.options import MixerOptions
@@ -119,18 +119,18 @@ class GatedDeltaProduct(MambaLayerMixer):
     """
 
     fp32 = (
-        Fp32Parameter(name="A_log", section="a", first_values=log_of_rates),
+        Fp32Parameter(name="A_log", section="a", first_values=fill_A_log),
         Fp32Parameter(
             name="dt_bias",
             section="a",
-            first_values=biases_of_time_steps,
+            first_values=fill_dt_bias,
             is_registered_first=True,
         ),
     )
     options_class = GDPOptions
     known_config_fields = GDP_CONFIG_FIELDS
     recompute_modules = RECOMPUTE_MODULES
-    allows_zero_rates = True
+    allows_zero_in_A_init_range = True
     conv_is_module = True
     norm_eps = 1e-5
 

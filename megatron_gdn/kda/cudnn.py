@@ -244,7 +244,7 @@ class CudnnKDA(Rule):
 
     name = "cudnn"
     only_by_name = True
-    keeps = Bits.FREE
+    strongest_promise = Bits.FREE
     why_bits_vary = "cuDNN cuts a sequence into pieces by the number of all sequences"
     backward_reads = frozenset(RuleInputs._fields)
     forward = CudnnForward

@@ -36,8 +36,8 @@ from ..mixers.fp8 import (
 )
 from ..mixers.fp32_parameters import (
     Fp32Parameter,
-    biases_of_time_steps,
-    log_of_rates,
+    fill_A_log,
+    fill_dt_bias,
 )
 from ..mixers.loader_layout import launch_arguments
 from ..mixers.options import MixerOptions
@@ -187,11 +187,11 @@ class KimiDeltaAttention(RecurrentMixer):
     )
     recurrence: ClassVar[str] = "KDA"
     fp32 = (
-        Fp32Parameter(name="A_log", section="g", first_values=log_of_rates),
+        Fp32Parameter(name="A_log", section="g", first_values=fill_A_log),
         Fp32Parameter(
             name="dt_bias",
             section="g",
-            first_values=biases_of_time_steps,
+            first_values=fill_dt_bias,
             has_value_per_column=True,
             is_registered_first=True,
         ),

@@ -14,8 +14,8 @@ from torch import Tensor
 from ..mixers.arguments import KnownConfigFields
 from ..mixers.fp32_parameters import (
     Fp32Parameter,
-    biases_of_time_steps,
-    log_of_rates,
+    fill_A_log,
+    fill_dt_bias,
 )
 from ..mixers.mamba_layer import MambaLayerMixer, check_time_steps
 from ..mixers.options import MixerOptions
@@ -112,11 +112,11 @@ class Mamba2Mixer(MambaLayerMixer):
     """
 
     fp32 = (
-        Fp32Parameter(name="A_log", section="dt", first_values=log_of_rates),
+        Fp32Parameter(name="A_log", section="dt", first_values=fill_A_log),
         Fp32Parameter(
             name="dt_bias",
             section="dt",
-            first_values=biases_of_time_steps,
+            first_values=fill_dt_bias,
             is_registered_first=True,
         ),
         Fp32Parameter(name="D", section="x", first_values=1.0),

@@ -152,7 +152,7 @@ class FlaSSD(FlaRule):
         would wait.
         """
         _, local = self.fla.chunk_fwd_h(
-            **products.walk_arguments,
+            **products.states_arguments,
             h0=None,
             output_final_state=True,
             **_chunk_arguments(call.boundaries),
@@ -167,23 +167,23 @@ class FlaSSD(FlaRule):
             ).exp()
         return StateMap(local, decays[..., None, None].expand(-1, -1, K, 1))
 
-    def walk(
+    def pass_states(
         self,
         call: FlaForward,
         products: ChunkProducts,
         initial: Tensor | None,
         final: bool,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """The states before each chunk, the written values (here v), and the final
-        states if ``final``."""
+        """The states before each chunk, the values that tokens write to the state (here
+        v), and the final states if ``final``."""
         states, last = self.fla.chunk_fwd_h(
-            **products.walk_arguments,
+            **products.states_arguments,
             h0=initial,
             output_final_state=final,
             states_in_fp32=False,
             **_chunk_arguments(call.boundaries),
         )
-        return states, products.walk_arguments["v"], last
+        return states, products.states_arguments["v"], last
 
     def output(
         self, call: FlaForward, products: ChunkProducts, states: Tensor, written: Tensor
@@ -193,7 +193,7 @@ class FlaSSD(FlaRule):
         This method calls fla's kernel, since fla's function would round o before the
         skip is added.
         """
-        v = products.walk_arguments["v"]
+        v = products.states_arguments["v"]
         B, S, H, V = v.shape
         o = v.new_empty(B, S, H, V, dtype=torch.float32)
         indices = call.boundaries["chunk_indices"]
@@ -206,13 +206,13 @@ class FlaSSD(FlaRule):
             """The kernel's grid; fla chooses BV, the columns of a program."""
             return -(-V // constants["BV"]) * chunks, B * H
 
-        k = products.walk_arguments["k"]
+        k = products.states_arguments["k"]
         self.fla.chunk_fwd_kernel_o[grid](
             q=products.scores,
             k=k,
             v=v,
             h=states,
-            g=products.walk_arguments["g"],
+            g=products.states_arguments["g"],
             g_gamma=None,
             o=o,
             **call.boundaries,

@@ -159,8 +159,8 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
     recurrence: ClassVar[str] = "delta rule"
     # the fp32 parameters, in the order in which the front takes them
     fp32: tuple[Fp32Parameter, ...] = ()
-    # whether A_init_range may begin at 0
-    allows_zero_rates: ClassVar[bool] = False
+    # whether A_init_range may begin at 0, so that decay rates exp(A_log) near 0 are drawn
+    allows_zero_in_A_init_range: ClassVar[bool] = False
     # the part that each name of `--recompute-modules` computes again
     recompute_modules: ClassVar[Mapping[str, str]] = RECOMPUTE_MODULES
     # Megatron's graphs of layers read the next two attributes: masks are causal, so a
@@ -232,9 +232,9 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
         explain_rotary_lengths()
         class_name = type(self).__name__
         low, high = A_init_range
-        from_zero = self.allows_zero_rates and low == 0 < high
+        from_zero = self.allows_zero_in_A_init_range and low == 0 < high
         if not (0 < low <= high or from_zero):
-            sign = "<=" if self.allows_zero_rates else "<"
+            sign = "<=" if self.allows_zero_in_A_init_range else "<"
             raise ValueError(
                 f"A_init_range={tuple(A_init_range)} must be (low, high) with 0 {sign} "
                 "low <= high: A_log starts as the logarithm of a number drawn from it."
@@ -264,8 +264,8 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
         self.dims = dims.shard(self.tp_size)  # of this tensor-parallel rank
         self.A_init_range = tuple(A_init_range)
         self.conv_init = conv_init
-        heads_in_words = self.dims.layout.heads_in_words
-        check_fp8_settings(config, class_name, self._widths_in_fp8(), heads_in_words)
+        heads_text = self.dims.layout.heads_text
+        check_fp8_settings(config, class_name, self._widths_in_fp8(), heads_text)
         self._set_size_attributes()
 
     def forward(
@@ -504,8 +504,8 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
             weight, bias = conv
             conv = local_conv_parameters(scheme, weight, bias)
             per_head = [
-                scheme.local_parameter(parameter, (record.section,))
-                for parameter, record in zip(per_head, self.fp32, strict=True)
+                scheme.local_parameter(parameter, (declared.section,))
+                for parameter, declared in zip(per_head, self.fp32, strict=True)
             ]
         return stages_of(
             batch.front,

@@ -42,9 +42,9 @@ if TYPE_CHECKING:
 # have a row for every row of in_proj.
 _BRIDGE_KEY_ENDS = (".linear_out.weight", ".linear_out.bias", ".weight_magnitude")
 _PEFT_KEY_END = re.compile(r"\.(base_layer|lora_B\.[^.]+)\.(weight|bias)$")
-# Ends of keys of tensors that have in_proj's rows, but that megatron-core's layer
-# stores whole.
-_WHOLE_UPSTREAM_KEY_ENDS = ("in_proj.bias",) + _BRIDGE_KEY_ENDS
+# Ends of keys of tensors with in_proj's rows that megatron-core's layer stores in one
+# tensor, not section by section.
+_UNSPLIT_UPSTREAM_KEY_ENDS = ("in_proj.bias",) + _BRIDGE_KEY_ENDS
 
 # The convolution's parameters in a mixer without a conv1d module, each with its key in
 # files. Megatron's MambaMixer has no such module since 0.19, and files keep the keys of
@@ -114,11 +114,11 @@ def sharded_state_dict(
 
     for key, tensor in result.items():
         name = key.removeprefix(prefix)
-        of_adapter = name.startswith("in_proj.") and (
+        is_of_adapter = name.startswith("in_proj.") and (
             name.endswith(_BRIDGE_KEY_ENDS) or _PEFT_KEY_END.search(name)
         )
         has_in_proj_rows = name in ("in_proj.weight", "in_proj.bias") or (
-            of_adapter and tensor.data.shape[0] == layout.width
+            is_of_adapter and tensor.data.shape[0] == layout.width
         )
         if name in _CONV_NAMES:
             widths = layout.conv_widths
@@ -131,7 +131,7 @@ def sharded_state_dict(
         # an entry of another kind, such as a factory of tensors, is left as it is
         if isinstance(tensor, ShardedTensor):
             by_section = _split_tensor_factory(tensor, list(widths), list(names), 0)
-            if name.endswith(_WHOLE_UPSTREAM_KEY_ENDS):
+            if name.endswith(_UNSPLIT_UPSTREAM_KEY_ENDS):
                 by_section.build_fn = register_sections_of_upstream(by_section.build_fn)
             result[key] = by_section
     return result
@@ -174,8 +174,8 @@ def require_row_order(mixer: Mixer, state_dict: StateDict, prefix: str) -> None:
         )
     raise ValueError(
         f"{prefix}in_proj.weight: the fsdp_dtensor checkpoint holds "
-        f"{_order_in_words(found)}, this launch reads "
-        f"{_order_in_words(_row_order(mixer))}: weights would be wrong. {how}"
+        f"{_describe_row_order(found)}, this launch reads "
+        f"{_describe_row_order(_row_order(mixer))}: weights would be wrong. {how}"
     )
 
 
@@ -228,7 +228,7 @@ def _let_planner_load_files_without_entry() -> None:
     planner._may_lack_row_order = True
 
 
-def _order_in_words(row_order: int) -> str:
+def _describe_row_order(row_order: int) -> str:
     """A phrase for the error that describes ``row_order``, the value of an entry."""
     if row_order == _SECTION_BY_SECTION:
         return "each section by itself"

@@ -113,12 +113,12 @@ def _compiled_attention() -> Callable[..., Tensor]:
         mask = DocumentMask._make(tables)
         lengths = (query.shape[2], key.shape[2])
         block_sizes = (BLOCK_SIZE, BLOCK_SIZE)
-        of_block_mask: Any = (lengths, *mask.block_tables, block_sizes, mask.sees)
+        block_mask: Any = (lengths, *mask.block_tables, block_sizes, mask.sees)
         return flex_attention(
             query,
             key,
             value,
-            block_mask=BlockMask(*of_block_mask),
+            block_mask=BlockMask(*block_mask),
             scale=float(scale),
             enable_gqa=query.shape[1] != key.shape[1],
         )
@@ -147,19 +147,20 @@ def _key_places_and_ends(documents: Documents) -> tuple[Tensor, Tensor]:
             subtrees[parent] += subtrees[index]
     # the place of each document's first token
     starts = []
-    # the place where the next continuation of a document starts; -1: the next root
+    # the place where the next continuation of a document starts; -1: the next document
+    # without a parent
     next_starts = {-1: 0}
     for index, parent in enumerate(parents):
         start = next_starts[parent]
         starts.append(start)
         next_starts[index] = start + slots[index]
         next_starts[parent] = start + subtrees[index]
-    of_document = torch.tensor(
+    numbers = torch.tensor(
         [starts, documents.offsets[:-1], lengths, slots, subtrees], device="cpu"
     )
     # each document's five numbers at each of its tokens, [S]
-    start_S, offset_S, length_S, slot_S, subtree_S = of_document.repeat_interleave(
-        of_document[3], dim=1
+    start_S, offset_S, length_S, slot_S, subtree_S = numbers.repeat_interleave(
+        numbers[3], dim=1
     )
     position_S = torch.arange(documents.total_tokens, device="cpu") - offset_S
     # No document continues padding, so only later padding in the same slot sees a key

@@ -1,6 +1,8 @@
-"""The fp32 parameters of a mixer: one record each, and their usual first values.
+"""The fp32 parameters of a mixer, each declared by an :class:`Fp32Parameter`, and their
+usual first values.
 
-A mixer class lists its records in ``fp32``, in the order in which its front takes them.
+A mixer class lists these declarations in ``fp32``, in the order in which its front
+takes the parameters.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from ..ops.layout import Layout
 
 @dataclass(frozen=True, kw_only=True)
 class Fp32Parameter:
-    """A parameter that stays in fp32.
+    """The declaration of a parameter that stays in fp32.
 
     It has a value for each head of one section of projection rows, or for each column
     of these heads.
@@ -44,8 +46,8 @@ class Fp32Parameter:
         return heads
 
 
-def log_of_rates(mixer: Any, A_log: Tensor) -> None:
-    """Fill ``A_log`` with logarithms of decay rates drawn from U(A_init_range)."""
+def fill_A_log(mixer: Any, A_log: Tensor) -> None:
+    """Fill ``A_log`` with the logarithms of numbers drawn from U(A_init_range)."""
     low, high = mixer.A_init_range
     A_log.uniform_(low, high)
     if low == 0:
@@ -63,7 +65,7 @@ def fill_with_ones(mixer: object, x: Tensor) -> None:
     x.fill_(1)
 
 
-def biases_of_time_steps(mixer: Any, dt_bias: Tensor) -> None:
+def fill_dt_bias(mixer: Any, dt_bias: Tensor) -> None:
     """Fill ``dt_bias`` so that softplus(dt_bias) is log-uniform in
     ``dt_init_range``."""
     low, high = map(math.log, mixer.dt_init_range)

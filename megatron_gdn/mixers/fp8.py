@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 
 def check_fp8_settings(
-    config: Any, mixer: str, widths: Mapping[str, int], heads_in_words: str
+    config: Any, mixer: str, widths: Mapping[str, int], heads_text: str
 ) -> None:
     """Raise if the config asks for FP4, or for FP8 products that cannot run.
 
@@ -57,7 +57,7 @@ def check_fp8_settings(
         mixer: the mixer's name, for the error.
         widths: the numbers of columns that FP8 products have on this rank, each with a
             name for the error.
-        heads_in_words: the heads of this rank, for the error.
+        heads_text: the heads of this rank, for the error.
 
     Raises:
         NotImplementedError: FP4, or MXFP8 on a GPU without MXFP8.
@@ -75,7 +75,7 @@ def check_fp8_settings(
         multiple = fp8_utils.get_fp8_align_size(config.fp8_recipe)
         if config.fp8_recipe == "mxfp8" and torch.cuda.is_available():
             _require_mxfp8()
-        require_fp8_widths(widths, heads_in_words, multiple)
+        require_fp8_widths(widths, heads_text, multiple)
 
 
 def _require_mxfp8() -> None:
@@ -99,7 +99,7 @@ def widths_in_fp8(layout: Layout) -> dict[str, int]:
 
 
 def require_fp8_widths(
-    widths: Mapping[str, int], heads_in_words: str, multiple: int
+    widths: Mapping[str, int], heads_text: str, multiple: int
 ) -> None:
     """Raise a SizeError if one of ``widths`` is no multiple of ``multiple``.
 
@@ -110,7 +110,7 @@ def require_fp8_widths(
             raise SizeError(
                 f"FP8 needs multiples of {multiple}, but {name} has {width} columns on "
                 f"a tensor-parallel rank (remainder {width % multiple}; "
-                f"{heads_in_words}). Use a smaller tensor_model_parallel_size, or keep "
+                f"{heads_text}). Use a smaller tensor_model_parallel_size, or keep "
                 "this layer out of FP8."
             )
 

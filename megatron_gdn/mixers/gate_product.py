@@ -108,12 +108,12 @@ class GateProduct(torch.autograd.Function):
         """
         ctx.set_materialize_grads(False)
         # the gate rows of all ranks' weights
-        whole = gather_from_sequence_parallel_region(weight, group=group)
+        all_weights = gather_from_sequence_parallel_region(weight, group=group)
         x_TD = x.flatten(0, 1)
-        factor = whole  # gamma * weight
+        factor = all_weights  # gamma * weight
         r_T1 = None
         if gamma is not None:
-            factor = (whole * gamma).to(whole.dtype)
+            factor = (all_weights * gamma).to(all_weights.dtype)
             squares = torch.linalg.vector_norm(
                 x_TD, dim=-1, keepdim=True, dtype=_wide_dtype(x)
             ).square()
@@ -121,7 +121,7 @@ class GateProduct(torch.autograd.Function):
         # the gates of all ranks' weights, for the tokens of x
         y = _wide_product(x_TD, factor.t())
         y = (y if r_T1 is None else y * r_T1).to(weight.dtype).unflatten(0, x.shape[:2])
-        ctx.save_for_backward(x, whole, factor, gamma, r_T1, y)
+        ctx.save_for_backward(x, all_weights, factor, gamma, r_T1, y)
         ctx.group = group
         ctx.sequence_parallel = sequence_parallel
         ctx.main_grad = getattr(weight, "main_grad", None)
@@ -149,7 +149,7 @@ class GateProduct(torch.autograd.Function):
         """
         if d_gates is None:
             return d_x, None, None, None, None, None
-        x, whole, factor, gamma, r_T1, y = ctx.saved_tensors
+        x, all_weights, factor, gamma, r_T1, y = ctx.saved_tensors
         needs_d_x, needs_d_weight, needs_d_gamma = ctx.needs_input_grad[:3]
         group = ctx.group
         tokens_are_split = ctx.sequence_parallel and ctx.group.size() > 1
@@ -178,14 +178,14 @@ class GateProduct(torch.autograd.Function):
                 d_TD.addcmul_(along, x_TD, value=-1)
             d_x = d_TD.view(x.shape)
         if needs_d_weight or needs_d_gamma:
-            outer = _wide_product(d_scaled.t(), x_TD)
+            d_factor = _wide_product(d_scaled.t(), x_TD)
             if needs_d_gamma:
-                d_gamma = (whole * outer).sum(0).to(gamma.dtype)
+                d_gamma = (all_weights * d_factor).sum(0).to(gamma.dtype)
             if needs_d_weight:
                 if gamma is None:
-                    d_own = outer
+                    d_own = d_factor
                 else:
-                    d_own = outer * gamma
+                    d_own = d_factor * gamma
                 if tokens_are_split:
                     d_own = reduce_scatter_to_sequence_parallel_region(
                         d_own, group=group
@@ -193,7 +193,7 @@ class GateProduct(torch.autograd.Function):
                 else:
                     d_own = d_own.chunk(group.size())[group.rank()]
                 if ctx.main_grad is None:
-                    d_weight = d_own.to(whole.dtype)
+                    d_weight = d_own.to(all_weights.dtype)
                 else:
                     ctx.main_grad.add_(d_own)
         return d_x, d_weight, d_gamma, None, None, None

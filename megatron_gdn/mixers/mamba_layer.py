@@ -57,13 +57,13 @@ class MambaLayerMixer(RecurrentMixer):
     def _set_size_attributes(self) -> None:
         """Set attributes with sizes, named as in Megatron's mixer, for code that reads
         them."""
-        whole = self.global_dims
+        all_ranks = self.global_dims
         local = self.dims
-        self.d_state = whole.state_dim
-        self.headdim = whole.head_dim
-        self.nheads = whole.num_heads
-        self.ngroups = whole.num_groups
-        self.d_inner = whole.d_inner
+        self.d_state = all_ranks.state_dim
+        self.headdim = all_ranks.head_dim
+        self.nheads = all_ranks.num_heads
+        self.ngroups = all_ranks.num_groups
+        self.d_inner = all_ranks.d_inner
         self.nheads_local_tp = local.num_heads
         self.ngroups_local_tp = local.num_groups
         self.d_inner_local_tp = local.d_inner

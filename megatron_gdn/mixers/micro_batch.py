@@ -242,7 +242,7 @@ class MicroBatchPlanner:
             documents,
             group,
             layout,
-            self._bits(),
+            self._required_bits(),
             s,
             B,
             device,
@@ -261,7 +261,7 @@ class MicroBatchPlanner:
         self.latest_rule = found.rule
         return keep_if_captured(found)
 
-    def _bits(self) -> Bits:
+    def _required_bits(self) -> Bits:
         """What config and torch now demand of the bits of results."""
         config = self._config
         if config.batch_invariant_mode:
@@ -281,7 +281,7 @@ class MicroBatchPlanner:
         Generation uses this method. ``documents`` is None and ``tokens`` is 0, since
         the sequences may have any lengths.
         """
-        bits = self._bits()
+        bits = self._required_bits()
         key = device.type, dtype, bits
         if key not in self._whole_sequence_batches:
             rule, reason = self._choose_rule(device=device, dtype=dtype, bits=bits)
@@ -351,12 +351,12 @@ class MicroBatchPlanner:
         if why is not None:
             return why
         heads = self._layout.share(ranks).state_heads
-        of_rule = rule.why_not_heads(heads)
-        if of_rule is None:
+        why_not_rule = rule.why_not_heads(heads)
+        if why_not_rule is None:
             return None
         return (
             f"context_parallel_size={ranks} leaves {heads} value heads on a rank, and "
-            f"{of_rule}. Use fewer ranks or backend='fla'."
+            f"{why_not_rule}. Use fewer ranks or backend='fla'."
         )
 
     def _choose_scheme(

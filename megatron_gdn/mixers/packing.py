@@ -55,14 +55,14 @@ class _ResolvedDocuments(NamedTuple):
     # the tensors of offsets, one for each name in _BOUNDARY_FIELDS; kept alive, so that
     # no new tensor gets the id of one of them
     offset_tensors: tuple[Tensor | None, ...]
-    # the result of :func:`_fingerprint_of` for ``offset_tensors``
-    fingerprint: list[object]
+    # the result of :func:`_versions_of` for ``offset_tensors``
+    versions: list[object]
     documents: Documents
     # for each CUDA stream, its own copy of ``documents``
     documents_by_stream: dict[int, Documents]
 
 
-def _fingerprint_of(offset_tensors: Sequence[Tensor | None]) -> list[object]:
+def _versions_of(offset_tensors: Sequence[Tensor | None]) -> list[object]:
     """For each tensor of offsets, a value that changes if the tensor is written to.
 
     For a CPU tensor it is the list of offsets. For a GPU tensor it is torch's version
@@ -145,7 +145,7 @@ def _resolve(
     if (
         known is not None
         and known.key == key
-        and known.fingerprint == _fingerprint_of(offset_tensors)
+        and known.versions == _versions_of(offset_tensors)
     ):
         stream = stream_of_tables()
         if stream not in known.documents_by_stream:
@@ -186,7 +186,7 @@ def _resolve(
     params.__dict__[_RESOLVED_ATTRIBUTE] = _ResolvedDocuments(
         key,
         offset_tensors,
-        _fingerprint_of(offset_tensors),
+        _versions_of(offset_tensors),
         documents,
         documents_by_stream,
     )
@@ -258,7 +258,7 @@ def _check_recomputation(documents: Documents) -> None:
         raise RuntimeError(documents.changed_message(stamps[-1]))
     # Stamps are stored only in the first forward of a reentrant checkpoint. This
     # forward runs without gradients, but not in inference mode. Other forwards return
-    # here, since the walk over callers takes some 0.4 microseconds per frame.
+    # here, since the search through the callers takes some 0.4 microseconds per frame.
     if torch.is_grad_enabled() or torch.is_inference_mode_enabled():
         return
     for context in _contexts_of_callers():
@@ -271,8 +271,8 @@ def _contexts_of_callers() -> Iterator[FunctionCtx]:
     """The contexts of the autograd functions whose forward or backward runs at the
     moment.
 
-    torch has no list of them, so the walk over callers looks for functions whose first
-    argument is called ``ctx``.
+    torch has no list of them, so this function searches the callers' frames for
+    functions whose first argument is called ``ctx``.
     """
     frame = sys._getframe()
     while frame is not None:
@@ -307,7 +307,7 @@ def _checked_buffers(
             f"context-parallel ranks) on {device}; make buffers of this size on this "
             "device with megatron_gdn.static_packed_seq_params."
         )
-    documents.record_forward(_is_recomputed())
+    documents.store_or_check_stamp(_is_recomputed())
     return documents
 
 
@@ -497,7 +497,8 @@ class MicroBatchShare(NamedTuple):
             return found
         # in a tree, rows also attend to the tokens of their document's ancestors
         return tuple(
-            x._replace(earlier_keys=documents.tokens_before(x.first_key)) for x in found
+            x._replace(earlier_keys=documents.ancestor_slices(x.first_key))
+            for x in found
         )
 
     def gather(self, x: Tensor) -> Tensor:

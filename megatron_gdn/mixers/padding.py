@@ -89,7 +89,7 @@ def pack_rows(
         ValueError: as in :func:`seqlens_of_mask`; x does not fit the mask;
             ``multiple_of`` < 1.
     """
-    plan = _packing_of(mask, multiple_of, x.device)
+    packing = _packing_of(mask, multiple_of, x.device)
     if x.shape[:2] != mask.shape[::-1]:
         raise ValueError(
             f"x of shape {tuple(x.shape)} does not fit a mask of shape "
@@ -97,11 +97,11 @@ def pack_rows(
             "[B, S]."
         )
     packed = _move_rows(
-        x.flatten(0, 1), plan.padded_row_T, plan.packed_row_T, sum(plan.slots)
+        x.flatten(0, 1), packing.padded_row_T, packing.packed_row_T, sum(packing.slots)
     )
-    padded_slots = None if multiple_of == 1 else plan.slots
+    padded_slots = None if multiple_of == 1 else packing.slots
     params = packed_seq_params_of(
-        "thd", plan.lengths, padded_slots, max(plan.slots), x.device
+        "thd", packing.lengths, padded_slots, max(packing.slots), x.device
     )
     return packed.unsqueeze(1), params
 
@@ -122,8 +122,8 @@ def unpack_rows(packed: Tensor, mask: Tensor, *, multiple_of: int = 1) -> Tensor
         ValueError: as in :func:`seqlens_of_mask`; the mask's slots need another number
             of rows.
     """
-    plan = _packing_of(mask, multiple_of, packed.device)
-    tokens = sum(plan.slots)
+    packing = _packing_of(mask, multiple_of, packed.device)
+    tokens = sum(packing.slots)
     if packed.shape[:2] != (tokens, 1):
         raise ValueError(
             f"packed rows of shape {tuple(packed.shape)} do not fit the mask, whose "
@@ -132,7 +132,7 @@ def unpack_rows(packed: Tensor, mask: Tensor, *, multiple_of: int = 1) -> Tensor
             "of all ranks."
         )
     x = _move_rows(
-        packed.squeeze(1), plan.packed_row_T, plan.padded_row_T, mask.numel()
+        packed.squeeze(1), packing.packed_row_T, packing.padded_row_T, mask.numel()
     )
     return x.unflatten(0, mask.shape[::-1])
 

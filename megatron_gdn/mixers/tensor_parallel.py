@@ -274,10 +274,10 @@ def add_fp32(mixer: Mixer) -> None:
     :func:`.precision.fully_shard` instead.
     """
     replace_fully_shard_in_megatron()
-    for record in sorted(mixer.fp32, key=lambda x: not x.is_registered_first):
-        count = record.count(mixer.dims.layout)
-        add_parameter(mixer, record.name, (count,), dtype=torch.float32)
-        mark_keep_in_fp32(mixer.get_parameter(record.name))
+    for declared in sorted(mixer.fp32, key=lambda x: not x.is_registered_first):
+        count = declared.count(mixer.dims.layout)
+        add_parameter(mixer, declared.name, (count,), dtype=torch.float32)
+        mark_keep_in_fp32(mixer.get_parameter(declared.name))
 
 
 def reset_parameters(mixer: Mixer) -> None:
@@ -291,7 +291,7 @@ def reset_parameters(mixer: Mixer) -> None:
     out_proj                      ``config.output_layer_init_method``
     convolution, weight and bias  U(-conv_init, conv_init), default 1 / sqrt(W);
                                   Mamba2's bias always has the default
-    A_log, dt_bias, D             ``first_values`` of their records in ``mixer.fp32``
+    A_log, dt_bias, D             their ``first_values`` in ``mixer.fp32``
     Mamba2's norm                 1
     ============================  ===============================================
 
@@ -325,9 +325,9 @@ def reset_parameters(mixer: Mixer) -> None:
     fill(weight, lambda x: x.uniform_(-weight_bound, weight_bound), 0, channels)
     fill(bias, lambda x: x.uniform_(-bias_bound, bias_bound), 0, channels)
     mixer._init_further_parameters()
-    for record in mixer.fp32:
-        parameter = getattr(mixer, record.name)
-        first_values = record.first_values
+    for declared in mixer.fp32:
+        parameter = getattr(mixer, declared.name)
+        first_values = declared.first_values
         if callable(first_values):
             method = partial(first_values, mixer)
             fill(parameter, method, 0, (len(parameter) * group.size(),))

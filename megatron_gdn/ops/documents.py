@@ -325,7 +325,7 @@ class Documents:
         sequence."""
         return self.keep_tensors(chunk_places_of, size)
 
-    def tokens_before(self, start: int) -> tuple[slice, ...]:
+    def ancestor_slices(self, start: int) -> tuple[slice, ...]:
         """The tokens of all ancestors of the document that begins at token ``start``,
         one slice per ancestor; without a tree there are none."""
         return ()

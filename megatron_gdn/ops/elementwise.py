@@ -20,21 +20,21 @@ _PADDED_ELEMENTS = 64
 
 def silu(x: Tensor) -> Tensor:
     """``x * sigmoid(x)``, of any shape."""
-    return _in_whole_vectors(F.silu, x)
+    return _apply_padded(F.silu, x)
 
 
 def sigmoid(x: Tensor) -> Tensor:
     """``1 / (1 + exp(-x))``, of any shape."""
-    return _in_whole_vectors(torch.sigmoid, x)
+    return _apply_padded(torch.sigmoid, x)
 
 
 def softplus(x: Tensor) -> Tensor:
     """``log(1 + exp(x))`` of a tensor of any shape; where x is above 20, the result is
     x."""
-    return _in_whole_vectors(F.softplus, x)
+    return _apply_padded(F.softplus, x)
 
 
-def _in_whole_vectors(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+def _apply_padded(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """Elementwise ``function`` of ``x``; on a CPU ``x`` is padded to whole SIMD
     vectors."""
     if x.device.type != "cpu":

@@ -39,8 +39,8 @@ def require_sizes(dims: DataclassInstance, may_be_zero: Container[str] = ()) -> 
             )
 
 
-def require_shares(ranks: int, counts: Sequence[int], in_words: str) -> None:
-    """Raise an error unless ``ranks`` divides all ``counts``; ``in_words`` names the
+def require_shares(ranks: int, counts: Sequence[int], description: str) -> None:
+    """Raise an error unless ``ranks`` divides all ``counts``; ``description`` names the
     counts in the error."""
     if ranks < 1 or any(count % ranks for count in counts):
         most = max(counts)
@@ -48,7 +48,7 @@ def require_shares(ranks: int, counts: Sequence[int], in_words: str) -> None:
             n for n in range(1, most + 1) if not any(count % n for count in counts)
         ]
         raise SizeError(
-            f"tensor_model_parallel_size={ranks} cannot split {in_words} evenly; use "
+            f"tensor_model_parallel_size={ranks} cannot split {description} evenly; use "
             f"one of {', '.join(map(str, legal))}."
         )
 
@@ -177,7 +177,7 @@ class Layout:
         return sum(width for section, width in pairs if not section.gates)
 
     @property
-    def heads_in_words(self) -> str:
+    def heads_text(self) -> str:
         """The numbers of heads as text, for error messages."""
         # Mamba2's kinds are "head" and "group", other mixers' are "key" and "value".
         words = {"head": "heads", "group": "groups"}
@@ -233,7 +233,7 @@ class Layout:
             return None
         legal = [n for n in range(1, self.state_heads + 1) if self.shares_among(n)]
         return (
-            f"context_parallel_size={ranks} cannot share the {self.heads_in_words} of a "
+            f"context_parallel_size={ranks} cannot share the {self.heads_text} of a "
             f"tensor-parallel rank evenly; use one of {', '.join(map(str, legal))}."
         )
 

@@ -176,15 +176,15 @@ class _SavedTensors(NamedTuple):
         stamp, rows, o = flat[:3]
         ends = list(itertools.accumulate(lengths, initial=3))
         lists = [flat[start:end] for start, end in itertools.pairwise(ends)]
-        parameters, inputs, of_states, of_rule = lists
-        return cls(stamp, rows, o, parameters, inputs, of_states, of_rule)
+        parameters, inputs, state_tensors, rule_tensors = lists
+        return cls(stamp, rows, o, parameters, inputs, state_tensors, rule_tensors)
 
 
 class _BackwardValues(NamedTuple):
     """Values that the backward needs besides the tensors that autograd saves."""
 
     arguments: MixerArguments
-    rule_plan: object  # ``SavedForBackward.plan`` of the rule's forward
+    rule_values: object  # ``SavedForBackward.other_values`` of the rule's forward
     stamp: Tensor | None  # from :attr:`Documents.stamp`, the boundaries in the forward
     list_lengths: tuple[int, ...]  # from :meth:`_SavedTensors.flat`
     history: History | None  # the rows before each sequence, which the front read
@@ -247,10 +247,12 @@ def _forward(
     inputs = front.forward(rows, front_parameters, context.documents, history=history)
     rule_forward = rule.begin(inputs, context.rule_documents)
     initial = None
-    of_states = ()
+    state_tensors = ()  # tensors that the backward of ``context.states`` needs
     if context.states is not None:
-        initial, of_states = context.states.forward_states(rule, rule_forward, inputs)
-    o, _, of_rule = rule_forward.run(initial, keep=arguments.keeps_tensors)
+        initial, state_tensors = context.states.forward_states(
+            rule, rule_forward, inputs
+        )
+    o, _, saved_by_rule = rule_forward.run(initial, keep=arguments.keeps_tensors)
     del rule_forward
     saved = ()
     values = None
@@ -260,7 +262,7 @@ def _forward(
         if second_run is not None:  # it computes o and all inputs again
             saved_o = None
             saved_names = ()
-            of_rule = rule.kept_to_recompute(of_rule)
+            saved_by_rule = rule.kept_to_recompute(saved_by_rule)
         named_inputs = zip(front.input_names, inputs, strict=True)
         saved_inputs = [x if name in saved_names else None for name, x in named_inputs]
         stamp = None
@@ -272,15 +274,17 @@ def _forward(
             saved_o,
             parameters,
             saved_inputs,
-            of_states,
-            of_rule.tensors,
+            state_tensors,
+            saved_by_rule.tensors,
         ).flat()
-        values = _BackwardValues(arguments, of_rule.plan, stamp, list_lengths, history)
+        values = _BackwardValues(
+            arguments, saved_by_rule.other_values, stamp, list_lengths, history
+        )
     del inputs  # if nothing is kept for a backward, this frees the rule's inputs
     mixed = readout.forward(o, rows, gamma)
     if arguments.refilled_output is not None:
         if second_run is None:
-            rule_output = o.detach  # gives o
+            rule_output = o.detach  # a function that returns o
         else:
             # o is not kept, but computed again: a function that holds no reference to o
             rule_output = partial(
@@ -288,8 +292,8 @@ def _forward(
                 rows,
                 front_parameters,
                 history,
-                of_states,
-                of_rule,
+                state_tensors,
+                saved_by_rule,
             )
 
         def refill(out: Tensor) -> None:
@@ -314,7 +318,7 @@ def _backward(
     context = values.arguments.sequence_context
     second_run = values.arguments.second_run
     history = values.history
-    stamp, rows, o, parameters, saved_inputs, of_states, of_rule = (
+    stamp, rows, o, parameters, saved_inputs, state_tensors, rule_tensors = (
         _SavedTensors.from_flat(saved, values.list_lengths)
     )
     saved.clear()
@@ -322,13 +326,14 @@ def _backward(
         context.documents.require_unchanged(values.stamp, stamp)
     front_parameters = parameters[:-1]
     gamma = parameters[-1]
-    of_states = tuple(of_states)
-    of_rule = SavedForBackward(tuple(of_rule), values.rule_plan)
+    state_tensors = tuple(state_tensors)
+    saved_by_rule = SavedForBackward(tuple(rule_tensors), values.rule_values)
+    del rule_tensors
     d_rows = rows.new_empty(rows.shape)
     inputs = None
     if second_run is not None:
-        inputs, o, of_rule = second_run.take(
-            rows, front_parameters, history, of_states, of_rule
+        inputs, o, saved_by_rule = second_run.take(
+            rows, front_parameters, history, state_tensors, saved_by_rule
         )
     d_o, d_gamma = readout.backward(gradient.pop(), o, rows, gamma, d_rows)
     del o
@@ -345,12 +350,12 @@ def _backward(
     # This function keeps no reference to d_o, so a rule that converts d_o can free the
     # original.
     rule_backward = rule.begin_backward(
-        gradient.pop(), inputs, of_rule, context.rule_documents
+        gradient.pop(), inputs, saved_by_rule, context.rule_documents
     )
-    del inputs, of_rule
+    del inputs, saved_by_rule
     initial = d_final = None
     if context.states is not None:
-        initial, d_final = context.states.backward_states(rule_backward, of_states)
+        initial, d_final = context.states.backward_states(rule_backward, state_tensors)
     grads = rule_backward.run(initial, d_final)
     del rule_backward
     if history is not None:

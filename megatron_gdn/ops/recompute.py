@@ -181,16 +181,17 @@ class SecondRun:
         rows: Tensor,
         front_parameters: Sequence[Tensor | None],
         history: History | None,
-        of_states: tuple[Tensor, ...],
-        of_rule: SavedForBackward,
+        state_tensors: tuple[Tensor, ...],
+        kept_by_rule: SavedForBackward,
     ) -> SecondRunResult:
         """Run front and rule at the first call; store the result for later calls.
 
         Args:
             rows: the projection rows ``[S, B, P]`` of the forward.
             history: the history that the forward read.
-            of_states: tensors that :meth:`.stages.StateLink.forward_states` returned.
-            of_rule: what :meth:`.rules.base.Rule.kept_to_recompute` returned.
+            state_tensors: the tensors that :meth:`.stages.StateLink.forward_states`
+                returned.
+            kept_by_rule: the result of :meth:`.rules.base.Rule.kept_to_recompute`.
         """
         if self._result is None:
             context = self._sequence_context
@@ -199,9 +200,9 @@ class SecondRun:
             )
             initial = None
             if context.states is not None:
-                initial = context.states.states_from_saved(of_states)
+                initial = context.states.states_from_saved(state_tensors)
             o, _, saved = self._rule.recompute(
-                inputs, of_rule, context.rule_documents, initial
+                inputs, kept_by_rule, context.rule_documents, initial
             )
             self._result = SecondRunResult(inputs, o, saved)
         return self._result

@@ -97,7 +97,7 @@ class StaticDocuments(Documents):
             _stamps={},
         )
         self.refresh(check=False)
-        self.record_forward(recomputed=False)
+        self.store_or_check_stamp(recomputed=False)
 
     def fill(self, cu_seqlens: Tensor | Sequence[int]) -> None:
         """Overwrite the boundaries and all tables that were made from the boundaries.
@@ -193,7 +193,7 @@ class StaticDocuments(Documents):
         """
         return self._stamps["fill"]
 
-    def record_forward(self, recomputed: bool) -> None:
+    def store_or_check_stamp(self, recomputed: bool) -> None:
         """Store the stamp of the fill that a forward reads.
 
         Activation checkpointing runs a forward again, ``recomputed``. Such a forward

@@ -120,7 +120,7 @@ class TreeDocuments(Documents):
             ancestors.append(of_document)
         return tuple(ancestors)
 
-    def tokens_before(self, start: int) -> tuple[slice, ...]:
+    def ancestor_slices(self, start: int) -> tuple[slice, ...]:
         """The tokens of the ancestors of the document that begins at token ``start``:
         one slice of the buffer per ancestor with tokens, the oldest first."""
         document = bisect_right(self.offsets, start) - 1
@@ -225,8 +225,8 @@ class TreeDocuments(Documents):
         before = []
         for document in continuing:
             newest = self._last_tokens_before(document, past)
-            known = range(len(copied), len(copied) + len(newest))
-            before.append(list(known) + [-1] * (past - len(newest)))
+            indices = range(len(copied), len(copied) + len(newest))
+            before.append(list(indices) + [-1] * (past - len(newest)))
             copied += newest
         starts = [self.offsets[document] for document in continuing]
         counts = [length[document] for document in continuing]
@@ -287,7 +287,7 @@ class ForwardByLevel(RuleForward):
         inner = self.rule.rule
         outputs = []
         tensors = []
-        plans = []
+        level_values = []
         final_states = None  # of the level above
         for level in self.documents.levels:
             inputs = map_inputs(self.inputs, level.rows_of)
@@ -304,17 +304,16 @@ class ForwardByLevel(RuleForward):
             )
             outputs.append(o)
             tensors += (entering, through) + saved.tensors
-            plans.append(_LevelPlan(saved.plan, len(saved.tensors)))
+            level_values.append(_LevelValues(saved.other_values, len(saved.tensors)))
         o = self.documents.to_buffer(outputs)
-        return RuleOutput(
-            o, None, SavedForBackward(tuple(tensors) if keep else (), tuple(plans))
-        )
+        saved_tensors = tuple(tensors) if keep else ()
+        return RuleOutput(o, None, SavedForBackward(saved_tensors, tuple(level_values)))
 
 
-class _LevelPlan(NamedTuple):
+class _LevelValues(NamedTuple):
     """What the backward of a level needs besides tensors."""
 
-    rule_plan: object  # ``SavedForBackward.plan`` of the inner rule
+    rule_values: object  # ``SavedForBackward.other_values`` of the inner rule
     # how many tensors the inner rule saved; ``entering`` and ``through`` come before
     # these tensors
     tensor_count: int
@@ -342,11 +341,11 @@ class BackwardByLevel(RuleBackward):
         grads_by_level = []
         levels = self.documents.levels
         for number, level in reversed(list(enumerate(levels))):
-            plan, tensor_count = self.saved.plan[number]
-            entering, through, *of_level = tensors[-tensor_count - 2 :]
+            rule_values, tensor_count = self.saved.other_values[number]
+            entering, through, *rule_tensors = tensors[-tensor_count - 2 :]
             del tensors[-tensor_count - 2 :]
             inputs = map_inputs(self.inputs, level.rows_of)
-            saved = SavedForBackward(tuple(of_level), plan)
+            saved = SavedForBackward(tuple(rule_tensors), rule_values)
             backward = inner.begin_backward(
                 level.rows_of(self.d_o), inputs, saved, level.documents
             )
@@ -354,6 +353,7 @@ class BackwardByLevel(RuleBackward):
             if number:
                 d_entering = backward.d_initial()
             if d_entering is not None and d_final is not None:
+                # ``transposed`` reads only ``through`` of a map, so any ``local`` will do
                 maps = StateMap(d_entering, through).transposed(d_entering)
                 d_entering = _apply_one_by_one(maps, d_final)
             grads_by_level.insert(0, backward.run(entering, d_final))

@@ -263,7 +263,7 @@ class MapsInBackward(PlainRule):
 
     def begin_backward(self, d_o, inputs, saved, documents):
         begun = super().begin_backward(d_o, inputs, saved, documents)
-        begun.run_to_states = partial(RuleBackward.run_to_states, begun)
+        begun.run_with_d_initial = partial(RuleBackward.run_with_d_initial, begun)
         return begun
 
 

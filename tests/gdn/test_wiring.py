@@ -118,7 +118,9 @@ def test_fp16_operands_leave_no_trace(rule):
 @of({"cut": ROWS["cut"]})
 def test_few_rows_and_heads_run_as_one_cut_row(rule):
     inputs, _ = random_inputs(100, B=2)
-    assert rule.begin(inputs, None).run().saved.plan.offsets.tolist() == CUT_ROWS
+    assert (
+        rule.begin(inputs, None).run().saved.other_values.offsets.tolist() == CUT_ROWS
+    )
 
 
 @of_rows

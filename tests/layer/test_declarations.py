@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 FILE = Path(__file__).with_name("declarations.json")
 # What Megatron and the code of all mixers read of a mixer.
 MARKS = (
-    "allows_zero_rates",
+    "allows_zero_in_A_init_range",
     "chunk_size",
     "conv_init_bounds_bias",
     "conv_is_module",
@@ -65,7 +65,10 @@ def declared(mixer):
         "memory": in_words(stages.memory_shape),
         "readout": in_words(stages.readout),
         "rule": [stages.rule.name, in_words(stages.rule.bits), stages.recompute],
-        "rules": [[x.__name__, in_words(x.keeps)] for x in mixer.options_class.rules],
+        "rules": [
+            [x.__name__, in_words(x.strongest_promise)]
+            for x in mixer.options_class.rules
+        ],
     }
 
 

@@ -39,7 +39,7 @@ def seen_by_definition(documents: Documents) -> torch.Tensor:
         whole[start:end, start:end] = torch.ones(
             2 * [end - start], dtype=torch.bool
         ).tril()
-        for before in documents.tokens_before(start) if end > start else ():
+        for before in documents.ancestor_slices(start) if end > start else ():
             whole[start:end, before] = True
     return whole
 

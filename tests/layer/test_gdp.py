@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron_gdn.gdp.layer import choose_gdp
-from megatron_gdn.mixers.fp32_parameters import log_of_rates
+from megatron_gdn.mixers.fp32_parameters import fill_A_log
 from megatron_gdn.ops.delta_rule.base import HeadSizes
 from megatron_gdn.ops.rules.steps import RuleOfSteps
 from tests.distributed.mixers import GDP_FIELDS_OF_MAIN, GDP_FP32, whole
@@ -68,7 +68,7 @@ def test_a_rate_drawn_as_zero_is_no_infinite_parameter(monkeypatch):
     mixer = GDP_FP32.build(GDP_FP32.config(), alone())
     monkeypatch.setattr(torch.Tensor, "uniform_", lambda x, *_: x.zero_())
     A_log = torch.empty(3)
-    log_of_rates(mixer, A_log)
+    fill_A_log(mixer, A_log)
     assert A_log.isfinite().all() and A_log.max() < -10
 
 

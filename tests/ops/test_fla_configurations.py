@@ -169,8 +169,8 @@ class Listening(FlaRule):
         self.note("chunk_products")
         return ChunkProducts({}, (x.inputs.k,))
 
-    def walk(self, x, made, initial, final):
-        self.note("walk")
+    def pass_states(self, x, made, initial, final):
+        self.note("pass_states")
         return None, None, LAST
 
     def output(self, x, made, states, written):
@@ -199,5 +199,12 @@ def test_a_rule_runs_each_method_in_its_configurations(tuned, bits):
     backward = rule.begin_backward(x, inputs, saved, None)
     backward.d_initial()
     backward.run()
-    methods = ("chunk_products", "state_map", "walk", "output", "d_states", "gradients")
+    methods = (
+        "chunk_products",
+        "state_map",
+        "pass_states",
+        "output",
+        "d_states",
+        "gradients",
+    )
     assert rule.fixed == dict.fromkeys(methods, bits is not Bits.FREE)

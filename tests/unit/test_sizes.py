@@ -13,7 +13,7 @@ from megatron_gdn.mamba2.sizes import (
 )
 from megatron_gdn.mixers.fp8 import require_fp8_widths, widths_in_fp8
 from megatron_gdn.mixers.mamba_layer import check_time_steps
-from megatron_gdn.ops.delta_rule.base import require_whole_groups
+from megatron_gdn.ops.delta_rule.base import require_multiple_of_key_heads
 from megatron_gdn.ops.layout import Layout, Section, SizeError
 from tests.gdn_mixer import gdn_dims
 
@@ -28,7 +28,7 @@ QWEN3_NEXT = SimpleNamespace(
 
 
 def require_widths(layout: Layout, multiple: int) -> None:
-    require_fp8_widths(widths_in_fp8(layout), layout.heads_in_words, multiple)
+    require_fp8_widths(widths_in_fp8(layout), layout.heads_text, multiple)
 
 
 def test_sizes_of_qwen3_next():
@@ -184,7 +184,7 @@ def test_a_caller_of_either_kind_catches_a_wrong_size():
     with pytest.raises(SizeError, match="num_value_heads=8 is not a multiple"):
         gdn_dims(24, 3, 8, 8, 12)
     with pytest.raises(SizeError):
-        require_whole_groups(3, 8)
+        require_multiple_of_key_heads(3, 8)
     with pytest.raises(SizeError, match="=3 cannot split 4 key heads"):
         gdn_dims(24, 4, 8, 8, 12).shard(3)
 

@@ -103,7 +103,7 @@ class FlashQlaForward(RuleForward):
             output_final_state=final or on_grid,
         )
         saved = SavedForBackward(tuple(tensors) if keep else (), segments)
-        return RuleOutput(in_rows(o, self.rows), last if final else None, saved)
+        return RuleOutput(in_rows(o, self.batch_shape), last if final else None, saved)
 
 
 class FlashQlaBackward(RuleBackward):
@@ -112,7 +112,7 @@ class FlashQlaBackward(RuleBackward):
     # The segments' state maps, if this backward computed them; None: the forward saved
     # what the backward needs.
     _maps: SegmentMaps | None = None
-    # [P, H, K, V], the result of `_d_states_in_of_d_o`; None: not computed yet
+    # [P, H, K, V], the result of `_d_states_in_from_d_o`; None: not computed yet
     _d_states_in: Any = None
 
     def __init__(
@@ -126,7 +126,7 @@ class FlashQlaBackward(RuleBackward):
         """Take the segments and tensors from ``saved``. After a forward on the grid,
         which cut nothing, cut the sequences now."""
         super().__init__(rule, d_o, inputs, saved, documents)
-        self._segments = saved.plan
+        self._segments = saved.other_values
         self._saved_tensors = SavedTensors._make(saved.tensors)
         self._states_at_chunks = saved.intermediates
         del self.saved  # each saved tensor is freed after its last use
@@ -134,14 +134,14 @@ class FlashQlaBackward(RuleBackward):
             self.d_o = in_one_row(self.d_o)
             self.inputs = in_one_row(self.inputs)
         if rule.bits is Bits.ON_GRID:
-            self._cut_again()
+            self._cut_as_with_states()
 
-    def _cut_again(self) -> None:
+    def _cut_as_with_states(self) -> None:
         """Cut sequences as a forward with initial states does; compute the segments'
         state maps."""
         documents = self.documents
         if documents is None:
-            documents = documents_of_rows(self.rows, self.d_o.device)
+            documents = documents_of_rows(self.batch_shape, self.d_o.device)
         self.d_o = in_one_row(self.d_o)
         self.inputs = in_one_row(self.inputs)
         self._states_at_chunks = None
@@ -155,7 +155,7 @@ class FlashQlaBackward(RuleBackward):
         self._maps = segment_maps(self.inputs, self._segments, (g_sum, A))
         self._saved_tensors = self._maps.saved_tensors_with(states_in=None)
 
-    def _d_states_in_of_d_o(self) -> Tensor:
+    def _d_states_in_from_d_o(self) -> Tensor:
         """The gradients of states that enter segments, computed from d_o, with zero
         gradients of the states that leave segments."""
         if self._d_states_in is None:
@@ -181,9 +181,9 @@ class FlashQlaBackward(RuleBackward):
         # A forward without initial states made no maps, or maps for which the sequences
         # begin with zero states.
         if tensors.chunks_after_S_in is None or tensors.dS_passes is not None:
-            self._cut_again()
+            self._cut_as_with_states()
         return initial_gradients(
-            self._d_states_in_of_d_o(), self._saved_tensors.through, self._segments
+            self._d_states_in_from_d_o(), self._saved_tensors.through, self._segments
         )
 
     def scale_with_d_o(self, factor: Tensor) -> None:
@@ -211,7 +211,7 @@ class FlashQlaBackward(RuleBackward):
             else:
                 states_in = self._maps.states_in(initial)
             d_states_out = tensors.d_states_out(
-                self._d_states_in_of_d_o(), self._segments, d_final
+                self._d_states_in_from_d_o(), self._segments, d_final
             )
         g_sum = tensors.g_sum
         A = tensors.A
@@ -232,7 +232,7 @@ class FlashQlaBackward(RuleBackward):
             states_at_chunks,
             overwrite_d_states_out=d_states_out is not d_final,
         )
-        return RuleGrads(*(in_rows(x, self.rows) for x in grads))
+        return RuleGrads(*(in_rows(x, self.batch_shape) for x in grads))
 
 
 # What `benchmarks/run.py repeats` tested; ``sizes`` are the tested numbers of value
@@ -354,7 +354,7 @@ class FlashQlaRule(Rule):
     def kept_to_recompute(self, saved: SavedForBackward) -> SavedForBackward:
         """``saved`` without g_sum and A, which the second run computes again. They are
         the first two tensors, see :class:`.states.SavedTensors`."""
-        return SavedForBackward(saved.tensors[2:], saved.plan)
+        return SavedForBackward(saved.tensors[2:], saved.other_values)
 
     def recompute(
         self,
@@ -369,7 +369,7 @@ class FlashQlaRule(Rule):
         Without a second run, another kernel computes the states at chunks with other
         roundings.
         """
-        segments: Segments | None = kept.plan
+        segments: Segments | None = kept.other_values
         set_next_calls(
             Heads(inputs.k.shape[2], inputs.v.shape[2], inputs.k.dtype), "recompute"
         )

@@ -60,7 +60,7 @@ def check_rule_inputs(
         )
     B, T, key_heads, K = key.shape
     value_heads, V = value.shape[2:]
-    require_whole_groups(key_heads, value_heads)
+    require_multiple_of_key_heads(key_heads, value_heads)
     documents = None
     if cu_seqlens is not None:
         require_one_row(B, f"key of shape {tuple(key.shape)}")
@@ -113,7 +113,7 @@ class HeadSizes(NamedTuple):
         return _layout(self)
 
 
-def require_whole_groups(key_heads: int, value_heads: int) -> None:
+def require_multiple_of_key_heads(key_heads: int, value_heads: int) -> None:
     """Raise a ValueError if ``value_heads`` is not a multiple of ``key_heads``."""
     if value_heads % key_heads:
         raise SizeError(

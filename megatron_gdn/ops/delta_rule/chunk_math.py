@@ -434,7 +434,7 @@ class _SolveAndPassStates(torch.autograd.Function):
                 through = torch.bmm(k_out.mT, W)
                 through.diagonal(dim1=-2, dim2=-1).add_(decay[..., 0])
             through_nH = through.unflatten(0, (-1, H))
-            S, carried, final = group.walk(through_nH, states, carried, initial)
+            S, carried, final = group.pass_states(through_nH, states, carried, initial)
         else:  # every chunk starts from the initial state of its sequence, or is empty
             S = states[:-1].zero_()
             final = initial[:0]
@@ -464,7 +464,7 @@ class _SolveAndPassStates(torch.autograd.Function):
             through = through.mT
         through_nH = through.unflatten(0, (-1, ctx.heads))
         # ``after``: the gradient of the state after each chunk
-        after, d_carried, d_initial = ctx.group.walk(
+        after, d_carried, d_initial = ctx.group.pass_states(
             through_nH, states, d_carried, d_final, back=True
         )
         if not ctx.needs_input_grad[5]:  # ``carried``

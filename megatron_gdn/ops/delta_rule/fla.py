@@ -57,12 +57,12 @@ CHANNEL_RULE_KERNELS = {
 
 
 class FlaDeltaRule(FlaRule):
-    """fla's delta rule. The ``walk_arguments`` of its :class:`ChunkProducts` are k, w,
+    """fla's delta rule. The ``states_arguments`` of its :class:`ChunkProducts` are k, w,
     u and the sums of g: ``g``, or ``gk`` if g has a value per channel."""
 
     # A method of each subclass, called with a FlaBackward. It returns arguments for
     # fla's `chunk_gated_delta_rule_bwd_dhu`: q, k, w, the sums of g, and dv. dv is the
-    # part of the gradient of the written values that comes from d_o of the same chunk.
+    # part of the gradient of ``u - w S`` that comes from d_o of the same chunk.
     # `d_states` adds the other arguments.
     d_states_arguments: Callable[..., dict[str, Tensor]]
 
@@ -75,7 +75,7 @@ class FlaDeltaRule(FlaRule):
             call.inputs.g, chunk_size=CHUNK, scale=self.fla.RCP_LN2, **call.boundaries
         )
 
-    def walk(
+    def pass_states(
         self,
         call: FlaForward,
         products: ChunkProducts,
@@ -84,11 +84,12 @@ class FlaDeltaRule(FlaRule):
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Pass the states from chunk to chunk, from ``initial`` (None: zeros).
 
-        Returns the states before chunks, the written values ``u - w S``, and the final
-        states if ``final``. ``products`` has k, w, u and the sums of g.
+        Returns the states before chunks, the values ``u - w S`` that tokens write to
+        the state, and the final states if ``final``. ``products`` has k, w, u and the
+        sums of g.
         """
         return self.fla.chunk_gated_delta_rule_fwd_h(
-            **products.walk_arguments,
+            **products.states_arguments,
             initial_state=initial,
             output_final_state=final,
             **call.boundaries,
@@ -98,7 +99,7 @@ class FlaDeltaRule(FlaRule):
         """The maps ``[N, H, K, .]`` of the sequences, composed of their segments' maps.
         Sequences are cut so that their segments run in parallel."""
         segments = segments_of(call.inputs, call.documents)
-        u = products.walk_arguments["u"]
+        u = products.states_arguments["u"]
         if len(segments.offsets) > MOST_PROGRAMS:
             raise ValueError(
                 f"{len(segments.offsets) - 1} pieces of sequences: fla's kernel of "
@@ -108,12 +109,12 @@ class FlaDeltaRule(FlaRule):
         # fla's kernel for context parallelism writes ``local`` and ``through`` of every
         # segment side by side into ``maps``. It takes one row of tokens [1, B T, ...].
         H, V = u.shape[2:]
-        K = products.walk_arguments["k"].shape[-1]
-        P = len(segments.offsets) - 1
-        maps = u.new_empty(P, H, K, V + K, dtype=torch.float32)
+        K = products.states_arguments["k"].shape[-1]
+        segment_count = len(segments.offsets) - 1
+        maps = u.new_empty(segment_count, H, K, V + K, dtype=torch.float32)
         in_one_row = {
             name: x_BT.flatten(0, 1)[None]
-            for name, x_BT in products.walk_arguments.items()
+            for name, x_BT in products.states_arguments.items()
         }
         self.fla.chunk_cp_fwd_h(
             **in_one_row,
@@ -190,12 +191,13 @@ class FlaChannelRule(FlaDeltaRule):
     def output(
         self, call: FlaForward, products: ChunkProducts, states: Tensor, written: Tensor
     ) -> Tensor:
-        """The output ``[B, S, H, V]`` from ``states`` before chunks and ``written``
-        values. ``products`` has Aqk as ``scores``, and the sums of g."""
+        """The output ``[B, S, H, V]`` from the ``states`` before chunks and the values
+        ``written`` to the state. ``products`` has Aqk as ``scores``, and the sums of
+        g."""
         return self.fla.chunk_gla_fwd_o_gk(
             q=call.inputs.q,
             v=written,
-            g=products.walk_arguments["gk"],
+            g=products.states_arguments["gk"],
             A=products.scores,
             h=states,
             scale=call.inputs.k.shape[-1] ** -0.5,

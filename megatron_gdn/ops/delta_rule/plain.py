@@ -61,7 +61,7 @@ class _ChunkedInputs:
         self.to_values = rule.values
         self.dtype = torch.promote_types(v.dtype, torch.float32)
         if documents is None:
-            documents = documents_of_rows(call.rows, v.device)
+            documents = documents_of_rows(call.batch_shape, v.device)
         self.table = ChunkTable.of(
             documents, rule.chunk_size, v.shape[2], one_chunk_groups
         )
@@ -98,7 +98,7 @@ class _ChunkedInputs:
         values = self.to_values(self.inputs._make(chunks))
         return run_group(group, values, carried, initial)
 
-    def walk(
+    def pass_states(
         self, groups: Sequence[ChunkGroup], initial: Tensor, extra_columns: int = 0
     ) -> tuple[Tensor, list[Tensor | None]]:
         """The final states, and the state before each group and after the last one.
@@ -126,7 +126,7 @@ class PlainForward(RuleForward):
 
     @torch.no_grad()
     def state_map(self) -> StateMap:
-        """The state map, from one walk over states with extra columns.
+        """The state map, from one pass of states with extra columns.
 
         The first V columns start from zeros and get the tokens' values: they end as
         ``local``. The extra columns start from the identity and get no values: they end
@@ -144,7 +144,7 @@ class PlainForward(RuleForward):
         start = start.expand(N, H, K, extra_columns)
         with full_fp32_matmul(zeros.device.type):
             initial = torch.cat([zeros, start], dim=-1)
-            final, _ = chunks.walk(chunks.table.groups, initial, extra_columns)
+            final, _ = chunks.pass_states(chunks.table.groups, initial, extra_columns)
         local, through = final.split([V, extra_columns], dim=-1)
         return StateMap(local.contiguous(), through.contiguous())
 
@@ -182,7 +182,7 @@ class PlainForward(RuleForward):
                 assert o is not None
                 table.write_head_chunks(rows, group, o)
                 del o
-        o = in_rows(table.to_tokens(rows, v), self.rows)
+        o = in_rows(table.to_tokens(rows, v), self.batch_shape)
         return RuleOutput(o, final_states if final else None, SavedForBackward())
 
 
@@ -199,7 +199,7 @@ class PlainBackward(RuleBackward):
         or None (zeros)."""
         return self._run(initial, d_final)[0]
 
-    def run_to_states(
+    def run_with_d_initial(
         self, initial: Tensor | None, d_final: Tensor | None, maps: object
     ) -> tuple[Gradients, Tensor]:
         """The gradients of the inputs and of the initial states; ``maps`` is not
@@ -230,7 +230,7 @@ class PlainBackward(RuleBackward):
             carried: list[Tensor | None] = [d_carried] * len(table.groups)
             carried[0] = None
             if of_inputs:
-                _, carried = chunks.walk(table.groups[:-1], initial)
+                _, carried = chunks.pass_states(table.groups[:-1], initial)
             for group in reversed(table.groups):
                 input_chunks = chunks.to_chunks(group, self.inputs)
                 run = partial(chunks.run_group, group)
@@ -256,7 +256,7 @@ class PlainBackward(RuleBackward):
             return None, d_initial
         of_tokens = []
         for rows, like in zip(d_rows, inputs, strict=True):
-            of_tokens.append(in_rows(table.to_tokens(rows, like), self.rows))
+            of_tokens.append(in_rows(table.to_tokens(rows, like), self.batch_shape))
         return self.rule.gradients_class(*of_tokens), d_initial
 
 

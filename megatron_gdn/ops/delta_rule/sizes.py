@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Self
 
 from ..layout import Layout, require_shares, require_sizes
 from ..state_maps.state_map import StateShape
-from .base import HeadSizes, require_whole_groups
+from .base import HeadSizes, require_multiple_of_key_heads
 
 # The names of sizes that a TransformerConfig and a ``config.json`` have; their fields
 # begin with ``linear_``, such as ``linear_key_head_dim``.
@@ -39,7 +39,7 @@ class LinearDims:
 
     def __post_init__(self) -> None:
         require_sizes(self, self.may_be_zero)
-        require_whole_groups(self.num_key_heads, self.num_value_heads)
+        require_multiple_of_key_heads(self.num_key_heads, self.num_value_heads)
 
     @classmethod
     def from_config(cls, config: Any, **others: int) -> Self:

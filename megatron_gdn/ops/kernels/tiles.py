@@ -61,7 +61,7 @@ def front_forward_tile(tokens: int, widest_head: int) -> FrontTile:
     a multiprocessor.
     """
     return FrontTile(
-        _segments_of(widest_head), steps=32 if tokens >= 4096 else 8, warps=4
+        _segments_per_program(widest_head), steps=32 if tokens >= 4096 else 8, warps=4
     )
 
 
@@ -86,10 +86,12 @@ def front_backward_tile(
     else:
         steps = 16
     registers = 128 if has_history else 96
-    return FrontTile(_segments_of(widest_head), steps, warps=4, registers=registers)
+    return FrontTile(
+        _segments_per_program(widest_head), steps, warps=4, registers=registers
+    )
 
 
-def _segments_of(widest_head: int) -> int:
+def _segments_per_program(widest_head: int) -> int:
     """Segments per program, so that each thread of four warps computes four
     channels."""
     return max(1, 512 // block_dim(widest_head))

@@ -65,7 +65,7 @@ class SavedForBackward(NamedTuple):
 
     tensors: tuple[Any, ...] = ()  # autograd saves these tensors; an entry may be None
     # other values that the backward reads, of a type that the rule chooses
-    plan: Any = None
+    other_values: Any = None
     # more values for the backward, if it follows a second forward (recompute)
     intermediates: Any = None
 
@@ -83,7 +83,7 @@ class _RuleCall:
     """One forward or backward of a rule for one batch.
 
     ``inputs`` are the rule's inputs ``[B, S, ...]``, or ``[1, B S, ...]`` if there are
-    ``documents``; ``rows`` is (B, S).
+    ``documents``; ``batch_shape`` is (B, S).
     """
 
     def __init__(self, rule: Any, inputs: Inputs, documents: Documents | None) -> None:
@@ -92,8 +92,8 @@ class _RuleCall:
         self.rule = rule
         self.documents = documents
         given = [x for x in inputs if x is not None]
-        self.rows = given[0].shape[:2]
-        end_to_end = documents is not None and self.rows[0] > 1
+        self.batch_shape = given[0].shape[:2]
+        end_to_end = documents is not None and self.batch_shape[0] > 1
         if end_to_end:
             self.inputs = in_one_row(inputs)
         else:
@@ -165,7 +165,7 @@ class RuleBackward(_RuleCall):
         """
         raise NotImplementedError
 
-    def run_to_states(
+    def run_with_d_initial(
         self,
         initial: Tensor | None,
         d_final: Tensor | None,
@@ -187,8 +187,8 @@ class Rule:
     """A recurrence over the inputs that a mixer's front computes from projection rows.
 
     The class says where the rule runs (:meth:`why_not`) and whether its bits repeat
-    (:attr:`keeps`, :meth:`repeats`). :func:`.choice.choose` takes the first class of a
-    list that can run, and makes the rule by :meth:`of`.
+    (:attr:`strongest_promise`, :meth:`repeats`). :func:`.choice.choose` takes the first
+    class of a list that can run, and makes the rule by :meth:`of`.
     """
 
     name: str  # the value of ``backend`` that selects the rule
@@ -198,7 +198,7 @@ class Rule:
     only_by_name: ClassVar[bool] = False
     # the strongest promise that the rule can keep; repeats() says whether a test on
     # this GPU confirmed it
-    keeps: ClassVar[Bits] = Bits.ON_GRID
+    strongest_promise: ClassVar[Bits] = Bits.ON_GRID
     # text for an error: why the rule cannot keep a stronger promise
     why_bits_vary: ClassVar[str] = ""
     bits: Bits = Bits.FREE
@@ -295,9 +295,8 @@ def in_one_row(x: Inputs) -> Inputs:
     return x.flatten(0, 1)[None]
 
 
-def in_rows(x: Tensor, rows: Sequence[int]) -> Tensor:
-    """View ``x`` ``[1, B S, ...]`` as ``[B, S, ...]``; ``rows`` holds the numbers B,
-    S."""
-    if x.shape[0] == rows[0]:
+def in_rows(x: Tensor, batch_shape: Sequence[int]) -> Tensor:
+    """View ``x [1, B S, ...]`` as ``[B, S, ...]``; ``batch_shape`` is (B, S)."""
+    if x.shape[0] == batch_shape[0]:
         return x
-    return x[0].unflatten(0, rows)
+    return x[0].unflatten(0, batch_shape)

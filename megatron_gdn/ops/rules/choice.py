@@ -12,7 +12,7 @@ from ..obstacles import Obstacle, advice_about_plain_rule, log_obstacle_once
 from .base import Bits, Rule
 
 # text for the log: the mode in which a rule must keep this promise
-_MODE_IN_WORDS = {
+_MODE_TEXTS = {
     Bits.FREE: (),
     Bits.DETERMINISTIC: ("deterministic mode",),
     Bits.ON_GRID: (
@@ -71,7 +71,7 @@ def choose(
     skipped = {}  # the obstacle of each skipped rule, by the rule's name
     words = ""
     for rule in rules:
-        if rule.only_by_name or bits > rule.keeps:
+        if rule.only_by_name or bits > rule.strongest_promise:
             continue
         words = rule.why_chosen
         obstacle = rule.why_not(device, dtype, sizes)
@@ -96,7 +96,7 @@ def choose(
         log_obstacle_once(
             f"{subject} takes a slower rule, {taken.name!r} ({words}).", device.type
         )
-    reasons = list(_MODE_IN_WORDS[bits])
+    reasons = list(_MODE_TEXTS[bits])
     if words:
         reasons.append(words)
     reason = "; ".join(reasons)
@@ -139,7 +139,7 @@ def _require_named_rule(
             "bits were tested. Use 'auto' or 'reference' (plain torch, slower), or "
             "leave the mode off."
         )
-    if bits > rule.keeps:
+    if bits > rule.strongest_promise:
         raise ValueError(
             f"{asked}: {rule.why_bits_vary}; in deterministic mode use 'auto' or "
             "'reference'."

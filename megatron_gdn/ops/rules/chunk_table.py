@@ -1,10 +1,11 @@
-"""Tables of a batch's chunks, and the walk over a group of successive chunks. The
-tables divide the chunks into groups to bound the memory of a walk.
+"""Tables of a batch's chunks, and the states before and after each chunk.
 
-Each chunk has C places for tokens; the places after the last token of a sequence are
-empty. The walk carries the state from chunk to chunk. Where a sequence begins, its
-initial state replaces the carried state. In fixed buffers only the device knows where
-sequences begin, so the walk includes the empty chunks at the end.
+The tables divide the chunks into groups. A group is computed at one time, so its size
+bounds the memory. Each chunk has C places for tokens; the places after the last token
+of a sequence are empty. :meth:`ChunkGroup.pass_states` passes the state from chunk to
+chunk. Where a sequence begins, its initial state replaces the passed state. In fixed
+buffers only the device knows where sequences begin, so the empty chunks at the end are
+computed too.
 
 Legend: N sequences (in fixed buffers also the empty sequences), n chunks of a group, C
 tokens of a chunk, T tokens of the buffer, H heads.
@@ -49,8 +50,8 @@ class ChunkSequences(NamedTuple):
     sequences: Tensor  # int64, the sequence that begins (or ends) in each chunk
 
 
-class WalkedStates(NamedTuple):
-    """The result of :meth:`ChunkGroup.walk`."""
+class PassedStates(NamedTuple):
+    """The result of :meth:`ChunkGroup.pass_states`."""
 
     entering_states: Tensor  # [n, H, K, V], the state that enters each chunk
     carried_state: Tensor  # [H, K, V], the state that leaves the group
@@ -63,7 +64,7 @@ class ChunkGroup:
     tokens."""
 
     places: slice  # the group's places in the table
-    # the number of chunks that :meth:`walk` visits; later chunks are empty
+    # the number of chunks that :meth:`pass_states` visits; later chunks are empty
     visited_chunks: int
     # int64, the token at each place; an empty place has the index of some token
     token_of_place: Tensor | slice
@@ -106,18 +107,17 @@ class ChunkGroup:
         if found is not None:
             states.index_copy_(0, found.sequences, new)
 
-    def walk(
+    def pass_states(
         self,
         through: Tensor,
         states: Tensor,
         carried: Tensor | None,
         given: Tensor,
         back: bool = False,
-    ) -> WalkedStates:
+    ) -> PassedStates:
         """Apply ``S -> through @ S + added`` chunk after chunk, for all heads.
 
-        With ``back`` the walk goes from the last chunk to the first, as the gradients
-        of states do.
+        With ``back`` the last chunk is first, as for the gradients of states.
 
         Args:
             through: ``[n, H, K, K]``; or ``[n, H, K or 1, 1]``, a factor of each row or
@@ -163,16 +163,16 @@ class ChunkGroup:
         factors = through.unbind(0)
         index_in_final = {chunk: index for index, chunk in enumerate(stop_chunks)}
         add_product = _method_that_adds_product(through)
-        for c in self._walk_order(back):
+        for c in self._chunk_order(back):
             if c in index_in_final:
                 target = final[index_in_final[c]]
             else:
                 target = state_out_of[c]
             add_product(target, factors[c], state_into[c])
-        return WalkedStates(entering, state_out_of[last].clone(), final)
+        return PassedStates(entering, state_out_of[last].clone(), final)
 
-    def _walk_order(self, back: bool) -> range:
-        """The numbers of the chunks in the order of the walk."""
+    def _chunk_order(self, back: bool) -> range:
+        """The numbers of the chunks, in the order in which a state passes them."""
         if back:
             return range(self.visited_chunks)[::-1]
         return range(self.visited_chunks)
@@ -217,15 +217,15 @@ class GroupOnDevice(ChunkGroup):
             is_here = self.has_last_chunk
         states.copy_(torch.where(is_here, new, states))
 
-    def walk(
+    def pass_states(
         self,
         through: Tensor,
         states: Tensor,
         carried: Tensor | None,
         given: Tensor,
         back: bool = False,
-    ) -> WalkedStates:
-        """As :meth:`ChunkGroup.walk`, for ``given`` states ``[N, H, K, V]`` of all
+    ) -> PassedStates:
+        """As :meth:`ChunkGroup.pass_states`, for ``given`` states ``[N, H, K, V]`` of all
         sequences. The device chooses in each chunk between the carried and the given
         state.
 
@@ -248,10 +248,10 @@ class GroupOnDevice(ChunkGroup):
             S = torch.zeros_like(given[0])
         else:
             S = carried
-        for c in self._walk_order(back):
+        for c in self._chunk_order(back):
             S = entering[c].copy_(torch.where(starts[c], entering[c], S))
             S = add_product(leaving[c], through[c], S)
-        return WalkedStates(entering, S.clone(), leaving.index_select(0, stop_chunk))
+        return PassedStates(entering, S.clone(), leaving.index_select(0, stop_chunk))
 
 
 @dataclass(frozen=True, eq=False)

@@ -42,8 +42,8 @@ from .repeatable import RepeatableSetup
 
 
 def tested_on_h200(*dims: tuple[int, int]) -> RepeatableSetup:
-    """The record that fla's bf16 kernels gave the same bits again on an H200; ``dims``
-    are the (key dim, value dim) of the tested heads."""
+    """The setup in which fla's bf16 kernels gave the same bits again on an H200;
+    ``dims`` are the (key dim, value dim) of the tested heads."""
     return RepeatableSetup(
         (9, 0),
         {"flash-linear-attention": "0.6.0", "triton": "3.6.0", "tilelang": "0.1.15"},
@@ -74,7 +74,7 @@ class ChunkProducts(NamedTuple):
     """The results that fla computes inside each chunk, without the states."""
 
     # arguments of fla's function that passes the state from chunk to chunk
-    walk_arguments: dict[str, Tensor]
+    states_arguments: dict[str, Tensor]
     saved: tuple[Tensor, ...]  # tensors for the backward
     # an argument of fla's function for the output: products of q and k, or q itself
     scores: Tensor | None = None
@@ -141,14 +141,14 @@ class FlaForward(RuleForward):
         with self.rule.configurations():
             products = self._chunk_products()
             self._products = None
-            states, written, last = self.rule.walk(
+            states, written, last = self.rule.pass_states(
                 self, products, contiguous_state(initial), final
             )
             o = self.rule.output(self, products, states, written)
         # The backward gets the boundaries with their chunk indices. Without them fla
         # would build the indices on the host.
         saved = SavedForBackward(products.saved, self.boundaries)
-        return RuleOutput(in_rows(o, self.rows), last, saved)
+        return RuleOutput(in_rows(o, self.batch_shape), last, saved)
 
 
 class FlaBackward(RuleBackward):
@@ -156,7 +156,7 @@ class FlaBackward(RuleBackward):
 
     @property
     def boundaries(self) -> Boundaries:
-        return self.saved.plan
+        return self.saved.other_values
 
     @cached_property
     def kept_tensors(self) -> tuple[Tensor, ...]:
@@ -190,7 +190,9 @@ class FlaBackward(RuleBackward):
             grads = self.rule.gradients(
                 self, contiguous_state(initial), contiguous_state(d_final)
             )
-        return grads._make(None if x is None else in_rows(x, self.rows) for x in grads)
+        return grads._make(
+            None if x is None else in_rows(x, self.batch_shape) for x in grads
+        )
 
 
 class FlaRule(Rule):
@@ -199,10 +201,13 @@ class FlaRule(Rule):
     Subclasses have these methods:
 
         chunk_products(call)                   a :class:`ChunkProducts`
-        walk(call, products, initial, final)   the states before chunks, the written
-                                               values, and the final states or None
+        pass_states(call, products, initial, final)
+                                               the states before chunks, the values that
+                                               tokens write to the state, and the final
+                                               states or None
         state_map(call, products)              a StateMap
-        output(call, products, states, written)   [B, S, H, V]
+        output(call, products, states, written)   [B, S, H, V]; ``written`` are the
+                                               values that tokens write to the state
         d_states(call, any_states)             the gradient of the initial states;
                                                values of ``any_states`` are not read
         gradients(call, initial, d_final)      gradients of the inputs, a NamedTuple
@@ -214,7 +219,7 @@ class FlaRule(Rule):
 
     name = "fla"
     why_chosen = "fla runs here"
-    keeps = Bits.DETERMINISTIC
+    strongest_promise = Bits.DETERMINISTIC
     forward = FlaForward
     backward = FlaBackward
     # the setups in which a test found that bits repeat; sizes are (key dim, value dim)

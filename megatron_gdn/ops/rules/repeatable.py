@@ -1,4 +1,5 @@
-"""Records of tests in which a rule gave the same bits again."""
+"""The GPUs, versions, dtypes and sizes for which a test found that a rule gives the
+same bits again."""
 
 from __future__ import annotations
 

@@ -100,8 +100,8 @@ class StepsForward(RuleForward):
         ``inputs [B, S, ...]``. Only the inner forward stores inputs."""
         steps = rule.steps
         self._steps = steps
-        rows = documents_of_steps(documents, steps)
-        self._inner = rule.rule.begin(spread_steps(inputs, steps), rows)
+        row_documents = documents_of_steps(documents, steps)
+        self._inner = rule.rule.begin(spread_steps(inputs, steps), row_documents)
 
     def state_map(self) -> StateMap:
         return self._inner.state_map()
@@ -148,7 +148,7 @@ class StepsBackward(RuleBackward):
         ``[N, H, K, V]`` or None (zeros)."""
         return self._gradients_of_tokens(self._inner.run(initial, d_final))
 
-    def run_to_states(
+    def run_with_d_initial(
         self,
         initial: Tensor | None,
         d_final: Tensor | None,
@@ -156,7 +156,7 @@ class StepsBackward(RuleBackward):
     ) -> tuple[Gradients, Tensor]:
         """The gradients of the tokens' inputs, and of the initial states; ``maps()``
         gives the forward's state maps."""
-        grads, d_initial = self._inner.run_to_states(initial, d_final, maps)
+        grads, d_initial = self._inner.run_with_d_initial(initial, d_final, maps)
         return self._gradients_of_tokens(grads), d_initial
 
     def _gradients_of_tokens(self, grads: Gradients) -> Gradients:
@@ -207,6 +207,8 @@ class RuleOfSteps(Rule):
         """Run the inner rule's forward again over rows; return ``o`` of each token's
         last row."""
         steps = self.steps
-        rows = documents_of_steps(documents, steps)
-        output = self.rule.recompute(spread_steps(inputs, steps), kept, rows, initial)
+        row_documents = documents_of_steps(documents, steps)
+        output = self.rule.recompute(
+            spread_steps(inputs, steps), kept, row_documents, initial
+        )
         return output._replace(o=_row_of_each_token(output.o, -1, steps))

@@ -92,7 +92,7 @@ def test_a_gpu_walks_in_one_launch_per_chunk_and_documents_cost_none(
         back = backward_of(rule, inputs, v, begun.run(state).saved, documents)
         for run in (
             lambda: begun.run(state, final=True),
-            lambda: back.run_to_states(state, state, begun.state_map),
+            lambda: back.run_with_d_initial(state, state, begun.state_map),
         ):
             run()  # makes the tables
             with Launches() as seen:
