@@ -60,7 +60,7 @@ def gated_delta_net2(
         q_TGK = unit_length(q_TGK)
         k_TGK = unit_length(k_TGK)
 
-    # The gates of channels. A key head's rate is exp(A_log).
+    # The gates of channels. exp(A_log) is the decay rate of a key head.
     rate_GK = p["A_log"].exp()[:, None]
     f_TGK = (f.to(wide) + p["dt_bias"]).unflatten(-1, (G, K))
     g_TGK = -rate_GK * F.softplus(f_TGK)

@@ -27,8 +27,8 @@ _ATTENTION_KEYWORDS = (
     "rotary_pos_emb",
     "rotary_pos_sin",
 )
-# The attribute of a mask that was checked: the number of writes to the mask before the
-# check, and the rows and tokens that the mask was checked for.
+# The attribute that `require_causal` sets on a mask. Its value is the number of writes
+# to the mask before the check, and the rows and tokens that the mask was checked for.
 _CAUSAL_CHECK_ATTRIBUTE = "_megatron_gdn_causal"
 _MASK_HELP = (
     "This layer is causal and reads document boundaries from packed_seq_params "

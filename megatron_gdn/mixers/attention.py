@@ -42,8 +42,8 @@ _CAUSAL_MASK_TYPES = (AttnMaskType.causal, AttnMaskType.padding_causal)
 
 
 class TorchAttention(HasCpLayout, DotProductAttention):
-    """Softmax attention for the ``core_attention`` place of Megatron's
-    ``SelfAttention``.
+    """Softmax attention, for the field ``core_attention`` of Megatron's
+    ``SelfAttentionSubmodules``.
 
         o_t = sum_j p_tj v_j,  p_t = softmax_j(scale q_t . k_j),  j <= t in t's document
 

@@ -91,8 +91,8 @@ class MicroBatchPlanner:
     (:class:`..ops.rules.base.Bits`).
 
     Args:
-        layout, state: the projection columns and the head states of one tensor-parallel
-            rank.
+        layout, state: the layout of projection rows and the shape of the heads' states
+            on one tensor-parallel rank.
         taps: W, the taps of the convolution.
         group: the context-parallel group of micro-batches that do not bring their own;
             None: one rank.

@@ -35,8 +35,11 @@ from .rules.chunk_table import CHUNK, ChunkGroup, ChunkTable
 
 
 def grid_of(rows: Tensor, documents: Documents | None, heads: int) -> ChunkTable:
-    """The grid of rows ``[B, S, ...]``; ``documents`` are the boundaries of each batch
-    row."""
+    """The grid of rows ``[B, S, ...]``.
+
+    ``documents`` are the boundaries of each batch row. ``heads`` is the number of heads
+    with a state; on a GPU it decides how many chunks a group has.
+    """
     documents = documents_of_rows(rows.shape[:2], rows.device, documents)
     return ChunkTable.of(documents, CHUNK, heads, one_chunk_groups=True)
 
@@ -57,6 +60,7 @@ def front_on_grid(
             means zeros.
         only: the names of the inputs to compute (the others are None); None means all.
     """
+    # W - 1; the first parameter is the convolution's weight
     past = parameters[0].shape[-1] - 1
     token_rows = rows.flatten(0, 1)
     results: list[_GroupResults | None] = []  # for each input of the rule
@@ -126,6 +130,7 @@ def _fill_history(
     ``rows_before [N, W - 1, P]`` (None: zeros).
     """
     past = len(buffer)
+    # the indices of the chunks' first tokens
     token = group.token_of_place
     if isinstance(token, slice):
         first = torch.arange(token.start, token.stop, CHUNK, device=token_rows.device)

@@ -99,7 +99,8 @@ def run_saving_inputs(
 def output_without_tokens(
     rows: Tensor, *parameters: Tensor | None, width: int
 ) -> Tensor:
-    """The mixer's output ``[S, B, width]`` for rows ``[S, B, P]`` where S or B is zero.
+    """A result ``[S, B, width]`` without elements, for rows ``[S, B, P]`` where S or B
+    is zero.
 
     The parameters get zero gradients, so that every rank has a gradient of every
     parameter.

@@ -149,10 +149,10 @@ def convolve_rows(
     def convolved(
         x: Tensor, weight: Tensor, bias: Tensor | None, rows_before: Tensor | None
     ) -> Tensor:
-        """The result for given tensors, which autograd can differentiate.
+        """The result ``[B, S, C]`` for these tensors; autograd can differentiate it.
 
-        ``add_lead_in_to`` adds what the first W - 1 tokens of each sequence read from
-        ``rows_before``.
+        The first W - 1 tokens of each sequence also read ``rows_before``;
+        ``add_lead_in_to`` adds this part of the convolution.
         """
         y = _pre_activation(x, weight, bias, position_T)
         if rows_before is not None and table is not None:

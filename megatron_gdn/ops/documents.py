@@ -297,7 +297,8 @@ class Documents:
         """Other documents, with the offsets ``make(self, *arguments)``, stored as
         :meth:`keep` does.
 
-        For example ``make`` may count boundaries in rows, if a token has several rows.
+        For example, Gated DeltaProduct has several rows per token, so its ``make``
+        counts boundaries in rows.
         The offsets run from 0 to ``tokens``. Documents without tokens are left out; at
         most ``max_filled`` remain. Only fixed buffers read ``tokens`` and
         ``max_filled``, as the sizes of their tables.

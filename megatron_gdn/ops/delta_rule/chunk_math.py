@@ -80,7 +80,8 @@ def run_group(
     Args:
         carried: ``[H, K, V]``, the state after the previous group; None for the first
             group.
-        initial: the initial states of the sequences that begin in the group.
+        initial: ``[., H, K, V]``, the initial states of the sequences that begin in the
+            group.
         output: whether the output is computed.
         pass_states: False if every chunk is a whole sequence and the caller reads no
             final states.
@@ -212,8 +213,8 @@ class _Decays(torch.autograd.Function):
     @staticmethod
     def forward(ctx, g: Tensor, *pairs: Tensor) -> tuple[Tensor, ...]:
         """Return exp(G) and exp(G_C - G), each ``[b, C]``, then the decayed pairs, each
-        ``[b, C, C]``. Rows i b / m to (i + 1) b / m - 1 of ``g`` share matrix i of each
-        of ``pairs``."""
+        ``[b, C, C]``. The b / m value heads of a key head share one matrix of each of
+        ``pairs``."""
         # Sums and differences of g are in fp64: after a strong decay G is in the
         # thousands, and the difference of two such fp32 numbers lacks the digits that
         # exp() magnifies. g is clamped, since (-inf) - (-inf) would be NaN.
@@ -420,6 +421,7 @@ class _SolveAndPassStates(torch.autograd.Function):
         ``[b, C, V]``. The letters are those of the module's docstring."""
         H, K, V = initial.shape[1:]
         y = u
+        # [n + 1, H, K, V], in the form that ``group.pass_states`` takes
         states = u.new_empty(len(u) // H + 1, H, K, V)
         inverse = W = None
         through = decay
@@ -456,6 +458,7 @@ class _SolveAndPassStates(torch.autograd.Function):
         ``dS`` of the states before chunks, ``dy`` of y, ``d_carried`` of the state
         after the group, ``d_final`` of the final states."""
         inverse, W, k_out, through, S, y = ctx.saved_tensors
+        # as in the forward, but gradients, which pass from the last chunk to the first
         states = S.new_empty((len(S) // ctx.heads + 1,) + d_carried.shape)
         if W is None:
             states[:-1].flatten(0, 1).copy_(dS)
@@ -484,6 +487,6 @@ class _SolveAndPassStates(torch.autograd.Function):
             de_in = _minus_bmm(du, S.mT)
             dA.diagonal(dim1=-2, dim2=-1).zero_()
         d_decay = (S * after).sum(-1, keepdim=True)
-        if d_decay.shape != ctx.shape_of_decay:  # all rows share one decay
+        if d_decay.shape != ctx.shape_of_decay:  # the rows of a state share one decay
             d_decay = d_decay.sum(1, keepdim=True)
         return dA, du, de_in, dk_out, d_decay, d_carried, d_initial, None, None

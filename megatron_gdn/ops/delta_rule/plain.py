@@ -245,6 +245,8 @@ class PlainBackward(RuleBackward):
                     d_carried,
                     group.select_states(d_final, ends=True),
                 )
+                # d_carried: of the state before the group; d_begins: of the initial
+                # states of the sequences that begin in the group
                 *d_inputs, d_carried, d_begins = gradients(
                     run, differentiated, d_outputs
                 )

@@ -156,12 +156,12 @@ class MemoryShape(NamedTuple):
         convolution with ``taps`` taps; ``on_grid``: in ``batch_invariant_mode``."""
         if on_grid:
             channels = layout.width
-            past = taps + CHUNK
+            history_rows = taps + CHUNK
         else:
             channels = layout.conv_width
-            past = taps - 1
+            history_rows = taps - 1
         return MemoryShape(
-            channels, past, state.heads, state.rows, state.columns, on_grid
+            channels, history_rows, state.heads, state.rows, state.columns, on_grid
         )
 
     @property

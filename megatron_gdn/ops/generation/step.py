@@ -231,14 +231,14 @@ def _decode_token_in_torch(
         one_token = table.inputs_class(q=q, k=k, v=v, g=g, beta=write)
         q, k, v, g, write = spread_steps(one_token, table.steps)
     # the three forms of the update in the docstring of FrontTable
-    if erase:
+    if erase:  # a gate scales the key that erases
         o, state = recurrence(
             table.scale * q, k, write * v, g, None, state, erased=erase[0] * k
         )
-    elif table.erases:
+    elif table.erases:  # the delta rule
         o, state = recurrence(table.scale * q, k, v, g, write, state)
         o = o[:, -1:]  # the last of a token's rows is read
-    else:
+    else:  # nothing is erased
         o, state = recurrence(table.scale * q, k, write[..., None] * v, g, None, state)
     if skip and skip[0] is not None:
         o = o + skip[0].view(len(A_log), -1) * v

@@ -396,7 +396,7 @@ def state_step_kernel(
 
     The state decays, then gets STEPS updates, then is read. ``row_ptr``: the projection
     rows, ``stride_n`` elements apart. ``A_log_ptr``, ``dt_bias_ptr``: the parameters of
-    the gate with a rate. ``convolved_ptr``: q, k, v [N, C] from `conv_step_kernel`.
+    the decay gate. ``convolved_ptr``: q, k, v [N, C] from `conv_step_kernel`.
     ``state_ptr``: the states, overwritten, ``state_stride`` elements from slot to slot.
     TRANSPOSED: a state is [V, K] in memory. ``o_ptr``: the output [N, H, V]. ``D_ptr``:
     the parameter D, D_PER_HEAD elements per head (0, 1 or V). ERASES: S^T k is

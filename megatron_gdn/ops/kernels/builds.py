@@ -201,7 +201,8 @@ def _holder_of(file: int) -> str:
     found = re.fullmatch(r"process ([0-9]{1,10}) on (.{1,80})", text)
     if found is None or found[2] != _host():
         return "another process"
-    # The next holder writes its own number a moment after it takes the lock.
+    # The process may have ended: the next holder takes the lock first, and writes its
+    # own number a moment later.
     if Path("/proc", found[1]).exists():
         return f"process {found[1]}"
     return "another process"

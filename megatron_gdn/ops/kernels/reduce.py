@@ -115,6 +115,7 @@ def _stages_of_sum(N: int, M: int, sizes: tuple[int, ...]) -> tuple[_SumStage, .
     """
     assert sum(sizes) == M and 1 <= len(sizes) <= _MOST_OUTPUTS
     require_32_bits("the number of columns of partial sums", M + _COLUMNS_OF_PROGRAM)
+    # absent outputs end at M too, so they get no columns
     ends_of_outputs = tuple(accumulate(sizes)) + (M, M, M)
     stages = []
     while True:
@@ -126,6 +127,7 @@ def _stages_of_sum(N: int, M: int, sizes: tuple[int, ...]) -> tuple[_SumStage, .
             "the number of rows of partial sums", N + rows_of_program + _ROWS_AT_ONCE
         )
         repeats = triton.cdiv(rows_of_program, _ROWS_AT_ONCE)
+        # without rows (N = 0) one group writes zeros
         groups = max(1, triton.cdiv(N, _ROWS_AT_ONCE * max(1, repeats)))
         # Only the last launch writes the outputs; the others write rows of M columns.
         if groups == 1:

@@ -151,6 +151,7 @@ class PlainReadout:
         """Gradients of o and gamma from ``d_out [S, B, H V]``, as
         :meth:`Readout.backward`; the forward runs again under autograd."""
         inputs = self._wide_inputs(o, rows, gamma)
+        # the gradients of o, of the gate and, if there is a norm, of gamma
         found = gradients(self._norm_and_gate, inputs, d_out.to(inputs[0].dtype))
         d_o = found[0].to(rows.dtype).contiguous()
         d_rows[..., self.gate_columns] = found[1]

@@ -52,8 +52,9 @@ def recurrence(
         beta_BTGR = None
     else:
         beta_BTGR = beta.unflatten(2, (groups, -1))
-    # Sequences in different batch rows are computed together; sequences that lie end to
-    # end in one row are computed one after another.
+    # Each entry has batch rows, their first token and their end. Sequences in different
+    # batch rows are computed together; sequences that lie end to end in one row are
+    # computed one after another.
     if offsets is None:
         together = [(slice(None), 0, q.shape[1])]
         count = len(v)

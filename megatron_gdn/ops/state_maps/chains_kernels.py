@@ -55,11 +55,11 @@ def _follow_kernel(
     """Apply one chain of maps for one head; grid (N, H, tiles of columns).
 
     Reads the maps at ``local_ptr`` and ``through_ptr``, and writes states to
-    ``out_ptr``. ``steps_ptr``: ``ChainSteps.table``. ``cuts_ptr``: the cuts, read if
-    CUT. START is GIVEN (the chain starts from the state at ``start_ptr``), IDENTITY or
-    0 (zeros). Strides are in elements and named by tensor and axis: n chains, p maps, q
-    written states, h heads, i rows, j columns. Of the grid's three sizes, only N may
-    exceed 65535.
+    ``out_ptr``. ``steps_ptr``: ``ChainSteps.table``. ``cuts_ptr``: [L], read if CUT; 1
+    at a step that ignores the state before it. START is GIVEN (the chain starts from
+    the state at ``start_ptr``), IDENTITY or 0 (zeros). Strides are in elements and
+    named by tensor and axis: n chains, p maps, q written states, h heads, i rows, j
+    columns. Of the grid's three sizes, only N may exceed 65535.
     """
     n = tl.cast(tl.program_id(0), tl.int64)
     h = tl.cast(tl.program_id(1), tl.int64)
