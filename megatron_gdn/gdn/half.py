@@ -100,7 +100,7 @@ class HalfOperands(Rule):
     """
 
     operand_dtype = torch.float16
-    backward = HalfBackward
+    backward_class = HalfBackward
 
     def __init__(self, rule: Rule) -> None:
         """Wrap ``rule``, whose forward runs unchanged; only the backward scales."""

@@ -32,14 +32,14 @@ def _largest_kernel(
     x_ptr,
     largest_ptr,
     T,
-    tokens,
+    tile_rows,
     G: tl.constexpr,
     C: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_C: tl.constexpr,
     RUN: tl.constexpr,
 ):
-    """Store the fp32 bits of a key head's largest |x| in a tile of ``tokens`` rows;
+    """Store the fp32 bits of a key head's largest |x| in a tile of ``tile_rows`` rows;
     grid (N, G).
 
     x is ``[T / RUN, G, RUN, C]``, ``largest`` int32 ``[N, G]``. A program loads
@@ -48,12 +48,12 @@ def _largest_kernel(
     """
     INFINITY: tl.constexpr = 0x7F800000
     g = tl.program_id(1)
-    first = tl.program_id(0) * tokens
+    first = tl.program_id(0) * tile_rows
     c_C = tl.arange(0, BLOCK_C)
     largest_RC = tl.zeros((ROWS, BLOCK_C), tl.int32)
-    for start in tl.range(0, tokens, ROWS):
+    for start in tl.range(0, tile_rows, ROWS):
         t_R = start + tl.arange(0, ROWS)
-        real_RC = ((t_R < tokens) & (first + t_R < T))[:, None] & (c_C < C)[None, :]
+        real_RC = ((t_R < tile_rows) & (first + t_R < T))[:, None] & (c_C < C)[None, :]
         at_R = tl.cast(first + t_R, tl.int64)
         at_R = (at_R // RUN * G + g) * (RUN * C) + at_R % RUN * C
         x_RC = tl.load(x_ptr + at_R[:, None] + c_C[None, :], mask=real_RC, other=0.0)
@@ -86,8 +86,7 @@ def _scale_kernel(
     BLOCK_C: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    """Write x times a power of two, in fp16, to ``out``; grid (tiles of ROWS tokens,
-    G).
+    """Write x times a power of two, in fp16, to ``out``; grid (tiles of ROWS rows, G).
 
     ``largest`` ``[N, G]`` has N <= TILES maxima for each key head. The power's exponent
     is EXPONENT minus the exponent of the largest maximum, clamped so that the power and
@@ -149,14 +148,14 @@ def _largest_launch(
     ``run`` is RUN."""
     block = block_dim(columns)
     rows = max(1, _ELEMENTS_PER_LOAD // block)
-    tokens = triton.cdiv(triton.cdiv(T, _MOST_TILES), rows) * rows
-    tiles = triton.cdiv(T, max(1, tokens))
-    require_32_bits("the number of rows of a key head", T + tokens + rows)
+    tile_rows = triton.cdiv(triton.cdiv(T, _MOST_TILES), rows) * rows
+    tiles = triton.cdiv(T, max(1, tile_rows))
+    require_32_bits("the number of rows of a key head", T + tile_rows + rows)
     return tiles, Launch(
         _largest_kernel,
         (tiles, key_heads),
         T,
-        tokens,
+        tile_rows,
         G=key_heads,
         C=columns,
         ROWS=rows,

@@ -14,7 +14,7 @@ from ..mixers.base import MixerSubmodules
 from ..mixers.fp32_parameters import Fp32Parameter, fill_A_log, fill_with_ones
 from ..mixers.options import MixerOptions
 from ..ops.readout.base import ACTIVATIONS
-from ..ops.stages import fronts_of
+from ..ops.stages import front_maker
 from .front import gdn_table
 from .rule import RULES, require_operands, resolve_rule
 from .sizes import GDNDims
@@ -182,9 +182,9 @@ class GatedDeltaNet(UpstreamNames):
         self.bias = bias
         self.conv_bias = conv_bias
         self.use_qk_l2norm = use_qk_l2norm
-        of_config = getattr(config, "gdn_output_gate_activation", None)
+        config_activation = getattr(config, "gdn_output_gate_activation", None)
         self.output_gate_activation = (
-            given.output_gate_activation or of_config or "silu"
+            given.output_gate_activation or config_activation or "silu"
         )
         _require_activation(self.output_gate_activation)
         allow_neg_eigval = given.allow_neg_eigval
@@ -198,7 +198,7 @@ class GatedDeltaNet(UpstreamNames):
             operands=given.rule_operands,
             normalise_qk=use_qk_l2norm,
         )
-        make_front = fronts_of(
+        make_front = front_maker(
             gdn_table,
             normalise_qk=use_qk_l2norm,
             allow_neg_eigval=self.allow_neg_eigval,

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..ops.delta_rule.base import HeadSizes, RuleGrads, RuleInputs
-from ..ops.delta_rule.fla import STATE_KERNELS, FlaDeltaRule
+from ..ops.delta_rule.fla import DELTA_RULE_FUNCTIONS, FlaDeltaRule
 from ..ops.delta_rule.plain import PlainRule
 from ..ops.obstacles import Obstacle
 from ..ops.rules.base import Bits, RepeatResult, Rule
@@ -32,7 +32,7 @@ class FlaGDN(FlaDeltaRule):
     repeatable_setups = (tested_on_h200((128, 128)),)
     backward_reads = frozenset({"q", "k", "v", "beta"})
     fla_functions = {
-        **STATE_KERNELS,
+        **DELTA_RULE_FUNCTIONS,
         f"{_FLA_MODULE} chunk_gated_delta_rule_fwd_intra": f"k v g beta {BOUNDARY_ARGUMENTS}",
         f"{_FLA_MODULE} chunk_fwd_o": f"q k v h g scale {BOUNDARY_ARGUMENTS}",
         f"{_FLA_MODULE} recompute_w_u_fwd": f"k v beta A g {BOUNDARY_ARGUMENTS}",

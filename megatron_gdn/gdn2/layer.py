@@ -17,7 +17,7 @@ from ..mixers.fp32_parameters import (
     fill_dt_bias,
 )
 from ..mixers.options import MixerOptions
-from ..ops.stages import fronts_of
+from ..ops.stages import front_maker
 from .front import gdn2_table
 from .rule import RULES, choose_gdn2
 from .sizes import GDN2Dims
@@ -124,7 +124,7 @@ class GatedDeltaNet2(RecurrentMixer):
         )
         self.use_qk_l2norm = use_qk_l2norm
         choose_rule = partial(choose_gdn2, given.backend, self.dims.state_shape)
-        make_front = fronts_of(
+        make_front = front_maker(
             gdn2_table, normalise_qk=use_qk_l2norm, recompute_qkv=self.recompute_qkv
         )
         self._build(

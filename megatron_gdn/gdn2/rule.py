@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..ops.delta_rule.chunk_math import ChunkValues
-from ..ops.delta_rule.fla import CHANNEL_RULE_KERNELS, FlaChannelRule
+from ..ops.delta_rule.fla import CHANNEL_RULE_FUNCTIONS, FlaChannelRule
 from ..ops.delta_rule.plain import PlainRule
 from ..ops.documents import Documents
 from ..ops.rules.base import Bits, RuleBackward, RuleForward, SavedForBackward
@@ -60,7 +60,7 @@ class FlaGDN2(FlaChannelRule):
     backward_reads = frozenset(GDN2Inputs._fields)
     repeatable_setups = (tested_on_h200((128, 128)),)
     fla_functions = {
-        **CHANNEL_RULE_KERNELS,
+        **CHANNEL_RULE_FUNCTIONS,
         "fla.ops.gdn2.chunk_fwd chunk_gdn2_fwd_intra": (
             f"q k v gk b w_gate scale {BOUNDARY_ARGUMENTS}"
         ),

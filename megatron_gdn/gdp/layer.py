@@ -24,7 +24,7 @@ from ..ops.delta_rule.base import HeadSizes
 from ..ops.rules.base import Bits
 from ..ops.rules.choice import Choice, choose
 from ..ops.rules.steps import RuleOfSteps
-from ..ops.stages import fronts_of
+from ..ops.stages import front_maker
 from .front import gdp_table
 from .sizes import GDPDims
 
@@ -190,7 +190,7 @@ class GatedDeltaProduct(MambaLayerMixer):
         self._build(
             submodules,
             partial(choose_gdp, given.backend, self.dims.heads, num_householder),
-            fronts_of(gdp_table, recompute_qkv=self.recompute_qkv),
+            front_maker(gdp_table, recompute_qkv=self.recompute_qkv),
             name=name,
             bias=bias,
             conv_bias=conv_bias,

@@ -105,7 +105,7 @@ def layer_to_hf(
     state: dict[str, Tensor] = {}
     for entry in _layer_maps(dims, stored):
         full = entry.unshard([rank[entry.name] for rank in ranks])
-        exported = entry.exported(full, dtypes or {}, originals or {})
+        exported = entry.to_hf_by_source(full, dtypes or {}, originals or {})
         for source, tensor in exported.items():
             state[source.key] = tensor
     return state

@@ -247,13 +247,13 @@ class _ExportedTensors:
         full = entry.unshard(self._gather_shards(entry))
         dtypes = {source.key: self._dtype_of(source.key) for source in entry.sources}
         # Megatron may store a norm's gain minus 1, and a rounded gain minus 1 loses bits
-        # of the file's gain. So `exported` writes the file's bits of unchanged gains.
+        # of the file's gain. So `to_hf_by_source` writes the file's bits of unchanged gains.
         original_gains = {
             key: self._like_files.read(key)
             for key in dtypes
             if key.endswith("norm.weight")
         }
-        hf_tensors = entry.exported(full, dtypes, original_gains)
+        hf_tensors = entry.to_hf_by_source(full, dtypes, original_gains)
         if entry.fp32:
             imported = entry.to_megatron(list(hf_tensors.values()))
             if not torch.equal(imported.to(full), full):
@@ -411,7 +411,7 @@ def _match_maps_to_parameters(
     for entry in plan.maps:
         names = [name for name in entry.names if name in params]
         meta_tensors = [
-            torch.empty(source.piece_shape, device="meta") for source in entry.sources
+            torch.empty(source.slice_shape, device="meta") for source in entry.sources
         ]
         for name in names:
             shape = tuple(_local_shard(entry, meta_tensors, params[name]).shape)

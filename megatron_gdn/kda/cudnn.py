@@ -247,8 +247,8 @@ class CudnnKDA(Rule):
     strongest_promise = Bits.FREE
     why_bits_vary = "cuDNN cuts a sequence into pieces by the number of all sequences"
     backward_reads = frozenset(RuleInputs._fields)
-    forward = CudnnForward
-    backward = CudnnBackward
+    forward_class = CudnnForward
+    backward_class = CudnnBackward
 
     @classmethod
     def why_not(

@@ -46,7 +46,7 @@ from ..mixers.tensor_parallel import (
     fill_share,
     mark_heads,
 )
-from ..ops.stages import fronts_of
+from ..ops.stages import front_maker
 from .front import kda_table
 from .rule import RULES, choose_kda
 from .sizes import KDADims
@@ -269,7 +269,7 @@ class KimiDeltaAttention(RecurrentMixer):
         self._build(
             submodules,
             partial(choose_kda, given.backend, self.dims.state_shape, bound),
-            fronts_of(kda_table, lower_bound=bound, normalise_qk=use_qk_l2norm),
+            front_maker(kda_table, lower_bound=bound, normalise_qk=use_qk_l2norm),
             name=name,
             bias=bias,
             conv_bias=conv_bias,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..ops.delta_rule.base import RuleInputs
-from ..ops.delta_rule.fla import CHANNEL_RULE_KERNELS, FlaChannelRule
+from ..ops.delta_rule.fla import CHANNEL_RULE_FUNCTIONS, FlaChannelRule
 from ..ops.delta_rule.plain import PlainRule
 from ..ops.obstacles import Obstacle
 from ..ops.rules.base import Bits, RepeatResult
@@ -27,7 +27,7 @@ class FlaKDA(FlaChannelRule):
     backward_reads = frozenset(RuleInputs._fields)
     repeatable_setups = (tested_on_h200((128, 128)),)
     fla_functions = {
-        **CHANNEL_RULE_KERNELS,
+        **CHANNEL_RULE_FUNCTIONS,
         "fla.ops.kda.chunk_fwd chunk_kda_fwd_intra": (
             f"q k v gk beta scale safe_gate {BOUNDARY_ARGUMENTS}"
         ),

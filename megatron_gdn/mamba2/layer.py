@@ -19,7 +19,7 @@ from ..mixers.fp32_parameters import (
 )
 from ..mixers.mamba_layer import MambaLayerMixer, check_time_steps
 from ..mixers.options import MixerOptions
-from ..ops.stages import fronts_of
+from ..ops.stages import front_maker
 from .front import mamba2_table
 from .rule import RULES, UNLIMITED_TIME_STEPS, choose_ssd
 from .sizes import Mamba2Dims, refuse_unsupported_arguments
@@ -186,7 +186,7 @@ class Mamba2Mixer(MambaLayerMixer):
         self._build(
             submodules,
             partial(choose_ssd, given.backend, self.dims.state_shape),
-            fronts_of(mamba2_table, dt_limit=self.dt_limit),
+            front_maker(mamba2_table, dt_limit=self.dt_limit),
             name=name,
             conv_bias=conv_bias,
         )

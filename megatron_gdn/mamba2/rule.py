@@ -277,12 +277,12 @@ class FlaSSD(FlaRule):
         )
         common = {"q": q, "k": k, "do": call.d_o, "g": g_sum, "scale": 1.0}
         d_h, _ = fla.chunk_bwd_dh(v=v, h0=initial, dht=d_final, **common, **states)
-        places = {
+        boundaries = {
             "chunk_indices": call.boundaries["chunk_indices"],
             **_chunk_arguments(call.boundaries),
         }
-        d_q, d_k, _, d_g = fla.chunk_bwd_dqkwg(v=v, h=h, dh=d_h, **common, **places)
-        d_v = fla.chunk_bwd_dv(dh=d_h, **common, **places)
+        d_q, d_k, _, d_g = fla.chunk_bwd_dqkwg(v=v, h=h, dh=d_h, **common, **boundaries)
+        d_v = fla.chunk_bwd_dv(dh=d_h, **common, **boundaries)
         d_g = fla.chunk_local_cumsum(
             d_g, chunk_size=CHUNK, reverse=True, **call.boundaries
         )

@@ -88,7 +88,9 @@ class TorchAttention(HasCpLayout, DotProductAttention):
             self.hidden_size_per_partition = heads * v_channels
         self.loader_layout = LoaderLayout(cp_layout, config)
         if config.context_parallel_size > 1:
-            self._require_plain(f"context_parallel_size={config.context_parallel_size}")
+            self._require_plain_attention(
+                f"context_parallel_size={config.context_parallel_size}"
+            )
 
     @property
     def cp_group(self) -> ProcessGroup:
@@ -154,7 +156,7 @@ class TorchAttention(HasCpLayout, DotProductAttention):
         else:
             feature = "context parallelism"
             rows = query.shape[1]
-        self._require_plain(feature, attn_mask_type)
+        self._require_plain_attention(feature, attn_mask_type)
         if attention_bias is not None:
             raise NotImplementedError(
                 "TorchAttention adds no attention_bias; pass None."
@@ -265,7 +267,7 @@ class TorchAttention(HasCpLayout, DotProductAttention):
         ``[s, B, H, D]``, ``key`` and ``value`` are ``[S, B, G, D]``. The s queries
         belong to the last s tokens.
         """
-        self._require_plain("batch_invariant_mode")
+        self._require_plain_attention("batch_invariant_mode")
         earlier_keys = key.shape[0] - query.shape[0]
         queries_per_key = query.shape[2] // key.shape[2]
         outputs = []
@@ -283,7 +285,7 @@ class TorchAttention(HasCpLayout, DotProductAttention):
                 outputs.append((weights * v_HSD.contiguous()).sum(1).flatten())
         return torch.stack(outputs).unflatten(0, query.shape[:2])
 
-    def _require_plain(
+    def _require_plain_attention(
         self, feature: str, mask_type: AttnMaskType | None = None
     ) -> None:
         """Raise if ``mask_type`` (None: the layer's) or a setting, such as a window,
@@ -445,7 +447,7 @@ class TorchSelfAttention(HasCpLayout, SelfAttention):
             )
         if inference_context is not None:
             return self._generate(hidden_states, rotary_pos_emb, **kwargs)
-        self._require_one_group()
+        self._require_same_cp_group()
         # None, or for each layer whether the layer rotates nothing
         layers_without_rope: Any = self.config.no_rope_freq
         rotates = rotary_pos_emb is not None and not (
@@ -530,15 +532,15 @@ class TorchSelfAttention(HasCpLayout, SelfAttention):
         ]
         return tuple(rotated) + tuple(tensors[2:])
 
-    def _require_one_group(self) -> None:
+    def _require_same_cp_group(self) -> None:
         """Raise if this layer and its ``core_attention`` have different
         context-parallel groups."""
-        mine = self.pg_collection.cp
+        own_group = self.pg_collection.cp
         core = self.core_attention
-        if isinstance(core, TorchAttention) and core.cp_group is not mine:
+        if isinstance(core, TorchAttention) and core.cp_group is not own_group:
             raise ValueError(
                 f"core_attention.cp_group has {core.cp_group.size()} ranks and this "
-                f"layer's pg_collection.cp is another group, of {mine.size()} ranks: "
+                f"layer's pg_collection.cp is another group, of {own_group.size()} ranks: "
                 "queries would be rotated for one group and attend over the other. Set "
                 "both to one group."
             )

@@ -576,7 +576,7 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
             submodules: specs of the projections and the norm, such as
                 :class:`MixerSubmodules`.
             choose_rule: see :data:`.micro_batch.ChooseRule`.
-            make_front: the result of :func:`..ops.stages.fronts_of`.
+            make_front: the result of :func:`..ops.stages.front_maker`.
             name: the module's path in the model, for TE's precision settings.
             bias, conv_bias: whether the projections and the convolution have biases.
         """

@@ -142,7 +142,7 @@ def _with_mixin(spec: ModuleSpec | type, mixin: type[nn.Module]) -> ModuleSpec |
     linear_class = get_module(spec)
     if not hasattr(linear_class, "will_execute_quantized"):
         return spec
-    linear_class = _class_with(mixin, linear_class)
+    linear_class = _class_with_mixin(mixin, linear_class)
     if isinstance(spec, ModuleSpec):
         return replace(spec, module=linear_class)
     return linear_class
@@ -166,7 +166,7 @@ def set_gate_columns(
         )
         return
     if isinstance(in_proj, GatesOutsideFP8):
-        in_proj.main_rows = layout.main_width
+        in_proj.rows_before_gates = layout.main_width
         in_proj.gates_group = group
     if isinstance(in_proj, SectionOutsideFP8):
         in_proj.section = layout.columns(section)
@@ -443,7 +443,7 @@ class GatesOutsideFP8(_SeveralProducts):
     """Mixin of a column-parallel linear that computes the gates, its last columns,
     outside of FP8."""
 
-    main_rows: int  # rows of the weight before the gates' rows
+    rows_before_gates: int  # rows of the weight before the gates' rows
     gates_group: ProcessGroup  # the tensor-parallel group
 
     def forward(
@@ -479,7 +479,7 @@ class GatesOutsideFP8(_SeveralProducts):
         weight = self._parameters["weight"]
         bias = self._parameters.get("bias")
         assert weight is not None
-        main_weight, gate_weight = self._split_weight(weight, self.main_rows)
+        main_weight, gate_weight = self._split_weight(weight, self.rows_before_gates)
         gate_input, gamma, eps = self._gate_product_inputs(x)
         gates, x_after_gates = GateProduct.apply(
             gate_input,
@@ -494,7 +494,7 @@ class GatesOutsideFP8(_SeveralProducts):
             x = x_after_gates
         if bias is None:
             return self._product_with(main_weight, None, x, args, kwargs), gates
-        main_bias, gate_bias = bias.tensor_split([self.main_rows])
+        main_bias, gate_bias = bias.tensor_split([self.rows_before_gates])
         out = self._product_with(main_weight, main_bias, x, args, kwargs)
         return out, gates + gate_bias
 
@@ -521,7 +521,7 @@ class GatesOutsideFP8(_SeveralProducts):
 
 
 @cache
-def _class_with(mixin: type[nn.Module], kind: type[nn.Module]) -> type[nn.Module]:
+def _class_with_mixin(mixin: type[nn.Module], kind: type[nn.Module]) -> type[nn.Module]:
     """A subclass of ``mixin`` and of the linear's class ``kind``.
 
     It has the name and module of ``kind``, by which frameworks recognise a linear.

@@ -190,7 +190,7 @@ def state_shapes_per_request(
         dims.conv_kernel_dim,
         mixer.config.batch_invariant_mode,
     )
-    return shape.window, states
+    return shape.dynamic_context_history, states
 
 
 def decode_requests(
@@ -304,7 +304,7 @@ def _checked_memory(
     else:
         state_shape = (H, K, V)
     for name, buffer, shape_per_request, narrowest in (
-        ("conv", conv, stages.memory_shape.window, dtype),
+        ("conv", conv, stages.memory_shape.dynamic_context_history, dtype),
         ("states", states, state_shape, wide),
     ):
         if tuple(buffer.shape[1:]) != shape_per_request:

@@ -25,7 +25,7 @@ from ..ops.readout.base import (
 from ..ops.stages import GatedNorm
 from .base import RecurrentMixer
 from .hooks import only_waits_for_parameters, wait_for_parameters
-from .out_norm import FORWARDS_OF_PLAIN_NORMS, is_plain
+from .out_norm import FORWARDS_OF_PLAIN_NORMS, is_plain_norm
 from .tensor_parallel import device_for, mark_sharded
 
 
@@ -128,7 +128,7 @@ class MambaLayerMixer(RecurrentMixer):
         groups, since kernels compute only such a norm."""
         if not self.rmsnorm:
             return False
-        plain = is_plain(self.norm) and only_waits_for_parameters(self.norm)
+        plain = is_plain_norm(self.norm) and only_waits_for_parameters(self.norm)
         return not plain or self.norm.groups != self.ngroups_local_tp
 
     def _norm_for(self, scheme: Scheme) -> GatedNorm | SplitReadout | None:
@@ -205,7 +205,7 @@ class GroupedRMSNorm(nn.Module):
         return grouped_rms_norm(u, self.weight, self.groups, self.eps).to(x.dtype)
 
 
-# `is_plain` now accepts this class, so kernels may compute the norm
+# `is_plain_norm` now accepts this class, so kernels may compute the norm
 FORWARDS_OF_PLAIN_NORMS[GroupedRMSNorm] = GroupedRMSNorm.forward
 
 

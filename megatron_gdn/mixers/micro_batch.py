@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 _MOST_SCHEMES = 16  # the largest number of entries in MicroBatchPlanner._schemes
 _MOST_MICRO_BATCHES = 32  # the largest number of entries in MicroBatchPlanner._batches
-_ANY_LAYOUT = SequenceLayout.ZIGZAG  # on one rank all layouts are equal
+_LAYOUT_OF_ONE_RANK = SequenceLayout.ZIGZAG  # on one rank all layouts are equal
 # ``choose_rule(device=..., dtype=..., bits=...)`` returns the rule for rows of this
 # device and dtype, and a text with the reason for the log.
 ChooseRule = Callable[..., tuple[Rule, str]]
@@ -99,7 +99,7 @@ class MicroBatchPlanner:
         loader_layout: finds how the loader cut sequences.
         choose_rule: see :data:`ChooseRule`.
         make_front: makes the front for rows of one layout, rule, device and dtype
-            (:func:`..ops.stages.fronts_of`).
+            (:func:`..ops.stages.front_maker`).
         mixer, recurrence: the mixer's class and its recurrence, for the log.
 
     Raises:
@@ -173,7 +173,7 @@ class MicroBatchPlanner:
         Raises a ValueError if no scheme can run the layer over ``group``.
         """
         if group is None or group.size() == 1:
-            layout = _ANY_LAYOUT
+            layout = _LAYOUT_OF_ONE_RANK
         else:
             layout = self._loader_layout.of_packed()
         self._schemes_of(group, self.latest_rule, layout)  # raises
@@ -225,7 +225,7 @@ class MicroBatchPlanner:
             documents = resolve_packed_seq_params(packed, tokens, device)
         if documents is not None and B != 1:
             require_one_row(B, f"{B} rows of {s} tokens on this rank")
-        layout = _ANY_LAYOUT
+        layout = _LAYOUT_OF_ONE_RANK
         if tokens != s:
             layout = self._loader_layout.of(None if documents is None else packed)
             assert group is not None

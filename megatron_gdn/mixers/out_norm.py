@@ -33,7 +33,7 @@ FORWARDS_OF_PLAIN_NORMS: dict[type, Callable] = {
 }
 
 
-def is_plain(module: nn.Module) -> bool:
+def is_plain_norm(module: nn.Module) -> bool:
     """Whether the norm ``module`` is a plain RMSNorm, which the kernels compute.
 
     The plain classes are those in FORWARDS_OF_PLAIN_NORMS and Transformer Engine's
@@ -76,7 +76,7 @@ def readout_norm(
         layout: the layout of the rows that the stages get.
         activation: the activation of the output gate.
     """
-    plain = is_plain(module)
+    plain = is_plain_norm(module)
     if plain and has_hooks(module):
         plain = only_waits_for_parameters(module)
         if plain:

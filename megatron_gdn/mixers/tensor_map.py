@@ -25,7 +25,7 @@ class HFRef:
     expert: int | None = None
 
     @property
-    def piece_shape(self) -> tuple[int, ...]:
+    def slice_shape(self) -> tuple[int, ...]:
         """The shape of the tensor, or of the expert's slice."""
         if self.expert is None:
             return self.shape
@@ -89,14 +89,15 @@ class TensorMap:
                 f"{self.name}: {names}. Convert the tensor to one of these first."
             )
 
-    def to_megatron(self, pieces: Sequence[Tensor]) -> Tensor:
-        """The full Megatron tensor from ``pieces``, one tensor for each of the sources.
+    def to_megatron(self, hf_tensors: Sequence[Tensor]) -> Tensor:
+        """The full Megatron tensor from ``hf_tensors``, one for each of the sources.
 
-        It is in fp32 if ``shift`` or ``fp32`` is set, else in the dtype of the pieces.
+        It is in fp32 if ``shift`` or ``fp32`` is set, else in the dtype of
+        ``hf_tensors``.
         """
-        # a dtype that holds every bit of all pieces
-        dtype = reduce(torch.promote_types, [piece.dtype for piece in pieces])
-        full = torch.cat([piece.to(dtype) for piece in pieces])
+        # a dtype that holds every bit of all tensors
+        dtype = reduce(torch.promote_types, [x.dtype for x in hf_tensors])
+        full = torch.cat([x.to(dtype) for x in hf_tensors])
         if self.rows is not None:
             full = full[self.rows.to(full.device)]
         if self.fp32:
@@ -125,20 +126,20 @@ class TensorMap:
             unshifted = full.float() - self.shift
         else:
             unshifted = full
-        pieces = [
+        hf_tensors = [
             x.to(dtype) for x, dtype in zip(self._split(unshifted), dtypes, strict=True)
         ]
-        if original is None or [piece.dtype for piece in original] != list(dtypes):
-            return pieces
-        original = [piece.to(full.device) for piece in original]
+        if original is None or [x.dtype for x in original] != list(dtypes):
+            return hf_tensors
+        original = [x.to(full.device) for x in original]
         imported = self.to_megatron(original).to(full.dtype)
         is_changed = self._split(bits_of(imported) != bits_of(full))
         return [
-            torch.where(changed, piece, old)
-            for changed, piece, old in zip(is_changed, pieces, original, strict=True)
+            torch.where(changed, new, old)
+            for changed, new, old in zip(is_changed, hf_tensors, original, strict=True)
         ]
 
-    def exported(
+    def to_hf_by_source(
         self,
         full: Tensor,
         dtypes: Mapping[str, torch.dtype],
@@ -168,10 +169,10 @@ class TensorMap:
         """Cut ``full`` into one tensor for each source, in the order of the sources'
         rows."""
         if len(self.sources) == 1 and self.rows is None:
-            return (full.reshape(self.sources[0].piece_shape),)
+            return (full.reshape(self.sources[0].slice_shape),)
         if self.rows is not None:
             full = full[self.rows.argsort().to(full.device)]
-        return full.split([source.piece_shape[0] for source in self.sources])
+        return full.split([source.slice_shape[0] for source in self.sources])
 
     def shards(self, full: Tensor, ranks: int) -> list[Tensor]:
         """The share of ``full`` of each of ``ranks`` ranks; a ValueError if a section
@@ -213,10 +214,10 @@ class TensorMap:
         else:
             local_sizes = shards[0].shape[dim]
         by_rank = [shard.split(local_sizes, dim) for shard in shards]
-        pieces = []
+        shares = []
         for shares_of_section in zip(*by_rank, strict=True):
-            pieces.extend(shares_of_section)
-        full = torch.cat(pieces, dim)
+            shares.extend(shares_of_section)
+        full = torch.cat(shares, dim)
         if self.pad_rows:
             return full[: self.sources[0].shape[0]]
         return full

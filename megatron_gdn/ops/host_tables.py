@@ -88,7 +88,7 @@ def cached_by_stream[**Arguments, Made](
         """Return ``make`` with a cache of its results per CUDA stream and arguments."""
 
         @lru_cache(maxsize=maxsize)
-        def made(stream: int, *args: Any, **kwargs: Any) -> Made:
+        def cached_make(stream: int, *args: Any, **kwargs: Any) -> Made:
             return make(*args, **kwargs)
 
         @wraps(make)
@@ -96,10 +96,10 @@ def cached_by_stream[**Arguments, Made](
             """The result of ``make`` for the current stream, from the cache if it is
             there."""
             if not torch.cuda.is_initialized():
-                return made(0, *args, **kwargs)
-            return keep_if_captured(made(stream_of_tables(), *args, **kwargs))
+                return cached_make(0, *args, **kwargs)
+            return keep_if_captured(cached_make(stream_of_tables(), *args, **kwargs))
 
-        vars(look_up).update(cache_clear=made.cache_clear)
+        vars(look_up).update(cache_clear=cached_make.cache_clear)
         return look_up
 
     return decorate

@@ -28,7 +28,7 @@ from .front.history import History, HistoryTable
 from .front.table import Front
 from .obstacles import why_not_triton
 from .readout.base import Readout, SplitReadout
-from .recompute import HandOver, RefilledOutput, SecondRun
+from .recompute import GradientHandOver, RefilledOutput, SecondRun
 from .rules.base import Bits, Rule, SavedForBackward
 from .stages import WHOLE_SEQUENCES, SequenceContext, Stages
 from .switches import leaves_memory_unfilled
@@ -76,7 +76,7 @@ def mix(
         out_bytes = S * B * front.layout.mixed_width * rows.element_size()
         hand_over = None
         if keep and out_bytes >= recompute.MIN_HAND_OVER_BYTES:
-            hand_over = HandOver()
+            hand_over = GradientHandOver()
         second_run = None
         if keep and stages.recompute:
             second_run = SecondRun(front, rule, sequence_context)
@@ -144,7 +144,9 @@ class MixerArguments(NamedTuple):
     keeps_tensors: bool  # whether tensors are kept for a backward
     # frees and refills the output; None: it is kept
     refilled_output: RefilledOutput | None
-    hand_over: HandOver | None  # lets the backward free the output's gradient early
+    hand_over: (
+        GradientHandOver | None
+    )  # lets the backward free the output's gradient early
     second_run: SecondRun | None  # None if front and rule run only once
 
 

@@ -2,7 +2,7 @@
 and the rule's inputs.
 
     RefilledOutput   frees the mixer's output until out_proj's backward reads it
-    HandOver         lets the mixer's backward free the output's gradient early
+    GradientHandOver         lets the mixer's backward free the output's gradient early
     SecondRun        runs front and rule again, so that only projection rows are kept
 
 A second run starts in out_proj's backward if the mixer's output was freed, otherwise in
@@ -103,13 +103,13 @@ class RefilledOutput:
         hook = out.register_hook(fill_again)
 
 
-# Bytes of the smallest gradient that a HandOver stores. Its autograd step takes the
+# Bytes of the smallest gradient that a GradientHandOver stores. Its autograd step takes the
 # host about 50 microseconds. For a smaller gradient the GPU would wait for the host,
 # and save little memory.
 MIN_HAND_OVER_BYTES = 128 << 20
 
 
-class HandOver:
+class GradientHandOver:
     """Lets a mixer's backward free the gradient of the mixer's output early.
 
     Autograd holds the gradient that it passes to a backward until the backward returns.
@@ -138,7 +138,7 @@ class _StoreGradient(torch.autograd.Function):
     """The autograd step that stores the gradient of ``out`` in ``hand_over``."""
 
     @staticmethod
-    def forward(ctx, out: Tensor, hand_over: HandOver) -> Tensor:
+    def forward(ctx, out: Tensor, hand_over: GradientHandOver) -> Tensor:
         """Return a view of ``out``; its gradient will be stored in ``hand_over``."""
         ctx.hand_over = hand_over
         return out.view_as(out)

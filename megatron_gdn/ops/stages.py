@@ -124,7 +124,7 @@ class Stages(NamedTuple):
 MakeFront = Callable[[Layout, Rule, torch.device, torch.dtype, int], Front]
 
 
-def fronts_of(table: Callable[..., FrontTable], **settings: object) -> MakeFront:
+def front_maker(table: Callable[..., FrontTable], **settings: object) -> MakeFront:
     """A function that makes fronts, each from ``table(layout, **settings)``.
 
     ``table`` is a mixer's function such as ``gdn_table``; its settings must be

@@ -379,8 +379,8 @@ class RuleByLevel(Rule):
     """Runs ``rule`` once for each level of a tree; at padding ``o`` and all gradients
     are zero."""
 
-    forward = ForwardByLevel
-    backward = BackwardByLevel
+    forward_class = ForwardByLevel
+    backward_class = BackwardByLevel
 
     def __init__(self, rule: Rule) -> None:
         """``rule`` runs the documents of one level as packed documents."""

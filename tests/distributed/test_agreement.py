@@ -17,7 +17,7 @@ from megatron_gdn.mixers.loader_layout import LoaderLayout
 from megatron_gdn.mixers.micro_batch import MicroBatchPlanner
 from megatron_gdn.mixers.options import MixerOptions
 from megatron_gdn.ops.delta_rule.base import HeadSizes
-from megatron_gdn.ops.stages import fronts_of
+from megatron_gdn.ops.stages import front_maker
 from tests.distributed.layer_laws import over_ranks, thd
 from tests.parallel import make_config
 from tests.ranks import on_ranks
@@ -130,7 +130,7 @@ def test_schemes_of_groups_that_went_are_not_kept():
         LoaderLayout("zigzag", config),
         MixerOptions(linear_cp_mode="auto"),
         partial(resolve_rule, "reference", sizes=sizes, operands="bf16"),
-        fronts_of(gdn_table),
+        front_maker(gdn_table),
     )
     made = [dist.new_group(list(range(dist.get_world_size()))) for _ in range(20)]
     seen = []

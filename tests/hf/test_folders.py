@@ -83,7 +83,9 @@ def test_a_rounded_bf16_state_still_gives_every_bit_back(any_folder):
         if entry.pad_rows:
             full = torch.cat([full, full.new_zeros(5, full.shape[1])])
         full = full if entry.fp32 else full.bfloat16()
-        back = entry.exported(entry.unshard(entry.shards(full, 2)), dtypes, originals)
+        back = entry.to_hf_by_source(
+            entry.unshard(entry.shards(full, 2)), dtypes, originals
+        )
         for ref, piece in zip(entry.sources, pieces, strict=True):
             assert back[ref].dtype == piece.dtype, ref.key
             assert torch.equal(back[ref], piece), ref.key

@@ -184,7 +184,7 @@ def test_requests_that_only_pad_a_step_write_nothing(kind):
     rows = kind.rows(70)
     whole = kind.trained(rows, aligned=True)
     shape = mixer.memory_shape
-    conv = torch.zeros(3, *shape.window)
+    conv = torch.zeros(3, *shape.dynamic_context_history)
     states = torch.zeros(3, *shape.state)
     conv[1:] = 1e30
     states[1:] = 1e30

@@ -108,7 +108,9 @@ def test_steps_in_a_contexts_buffers_are_the_recurrence(device, case, dtype):
     made, taps = made_of(case, device, dtype)
     shape = made["torch"].memory_shape
     slots = torch.tensor([4, -1, 0, 3], dtype=torch.int32, device=device)
-    history = torch.zeros(6, *shape.window, dtype=torch.float32, device=device)
+    history = torch.zeros(
+        6, *shape.dynamic_context_history, dtype=torch.float32, device=device
+    )
     state = torch.zeros(
         6, *shape.state[::2], shape.rows, dtype=torch.float64, device=device
     )

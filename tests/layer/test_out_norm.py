@@ -10,7 +10,7 @@ from torch import nn
 
 from megatron_gdn.compat.torch_norm import TorchRMSNorm
 from megatron_gdn.mixers.hooks import only_waits_for_parameters
-from megatron_gdn.mixers.out_norm import is_plain
+from megatron_gdn.mixers.out_norm import is_plain_norm
 from tests.distributed.layer_laws import NormInside, build_layer, randomise_
 from tests.parallel import assert_close, make_config
 
@@ -142,7 +142,7 @@ def test_transformer_engines_norm_is_known_by_its_exact_class():
         norm = norm_class()
         norm.weight = nn.Parameter(torch.ones(12))
         norm.eps = 1e-5
-        return is_plain(norm) and only_waits_for_parameters(norm)
+        return is_plain_norm(norm) and only_waits_for_parameters(norm)
 
     assert computed_by_kernels(theirs)
     assert not computed_by_kernels(cls("RMSNorm", theirs, "somebody.else"))

@@ -46,8 +46,8 @@ class Heads(NamedTuple):
     """The numbers of heads, and the dtype, for which FlashQLA's kernels are
     compiled."""
 
-    key: int
-    value: int
+    key_heads: int
+    value_heads: int
     dtype: torch.dtype
 
     @property
@@ -60,17 +60,18 @@ class Heads(NamedTuple):
     @property
     def flags(self) -> str:
         """The flags of ``python -m megatron_gdn.warm_up`` for these heads."""
-        return f"--heads {self.key}:{self.value} --operands {self.operands}"
+        return f"--heads {self.key_heads}:{self.value_heads} --operands {self.operands}"
 
     @property
     def lock(self) -> Path:
         """The file that a process locks while it compiles for these heads."""
         return (
-            cache_folder() / f"flash_qla-{self.key}-{self.value}-{self.operands}.lock"
+            cache_folder()
+            / f"flash_qla-{self.key_heads}-{self.value_heads}-{self.operands}.lock"
         )
 
     def __str__(self) -> str:
-        return f"{self.key}:{self.value} heads in {self.operands}"
+        return f"{self.key_heads}:{self.value_heads} heads in {self.operands}"
 
 
 # What FlashQLA's next calls need; `set_next_calls` sets both.
@@ -143,7 +144,7 @@ def _may_start_command() -> bool:
     """
     switched_on = os.environ.get(_COMPILE_AHEAD_VARIABLE, "1") != "0"
     return (
-        _next_heads.key > 0
+        _next_heads.key_heads > 0
         and _next_heads not in _started_commands
         and switched_on
         and _capability() == HOPPER_CAPABILITY

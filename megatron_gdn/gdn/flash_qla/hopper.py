@@ -32,10 +32,10 @@ _STATE_V_FIRST = False  # states are [.., K, V], not [.., V, K]
 class _Places(NamedTuple):
     """Where sequences and their chunks of 64 tokens are."""
 
-    sequences: int  # their number; segments, if sequences are cut
+    sequence_count: int  # the number of segments, if sequences are cut
     boundaries: Tensor  # [N + 1], first tokens of sequences, and the end of the last
     first_chunks: Tensor  # [N + 1], the number of each sequence's first chunk
-    chunks: int  # per batch row
+    chunk_count: int  # per batch row
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -326,7 +326,7 @@ class HopperKernels:
         local: Tensor,
         through: Tensor,
         passes: Tensor,
-        first: Tensor,
+        first_segment: Tensor,
         *,
         backward: bool,
     ) -> Tensor:
@@ -335,8 +335,8 @@ class HopperKernels:
 
         ``states`` enter sequences or, if ``backward``, are gradients of the states that
         leave sequences; None: zero. ``passes``, bool ``[P, H]``: whether the state (or
-        gradient) passes the segment. ``first``, int32 ``[N + 1]``: the number of every
-        sequence's first segment, then P.
+        gradient) passes the segment. ``first_segment``, int32 ``[N + 1]``: the number
+        of every sequence's first segment, then P.
         """
         P, H, K, V = local.shape
         use_raw_h0 = states is not None
@@ -357,7 +357,7 @@ class HopperKernels:
             _ACCUM_DTYPE,
             local.dtype,
             through.dtype,
-            first.dtype,
+            first_segment.dtype,
             passes.dtype,
             use_raw_h0,
             _STATE_V_FIRST,
@@ -365,7 +365,7 @@ class HopperKernels:
             transpose_m,
         )
         out = local.new_empty(P, H, K, V, dtype=dtype)
-        tensors = (local, through, passes, first, out)
+        tensors = (local, through, passes, first_segment, out)
         if states is not None:
             tensors = (states,) + tensors
         run(*tensors)

@@ -277,8 +277,8 @@ class FlashQlaRule(Rule):
     name = "flash_qla"
     why_chosen = "heads of 128 on this GPU"
     backward_reads = frozenset({"q", "k", "v", "beta"})
-    forward = FlashQlaForward
-    backward = FlashQlaBackward
+    forward_class = FlashQlaForward
+    backward_class = FlashQlaBackward
 
     def __init__(self, bits: Bits = Bits.FREE) -> None:
         self.bits = bits

@@ -97,18 +97,20 @@ class SegmentMaps(NamedTuple):
 def segment_maps(
     inputs: RuleInputs,
     segments: Segments,
-    known: tuple[Tensor, Tensor] | None = None,
+    sums_and_inverses: tuple[Tensor, Tensor] | None = None,
     *,
     from_zero: bool = False,
 ) -> SegmentMaps:
-    """The state maps of segments; ``known``: ``g_sum`` and ``A``, if a forward has
-    computed them.
+    """The state maps of segments.
 
+    ``sums_and_inverses``: ``g_sum`` and ``A``, if a forward has computed them.
     With ``from_zero`` the sequences begin with zero states, the maps have k's dtype,
     and the map of a sequence that is one segment is not computed, as in FlashQLA.
     """
     flash_qla = kernels()
-    g_sum, A = decay_sums_and_inverses(inputs, segments) if known is None else known
+    if sums_and_inverses is None:
+        sums_and_inverses = decay_sums_and_inverses(inputs, segments)
+    g_sum, A = sums_and_inverses
     if from_zero:
         no_S_passes = segments.ends_sequence
         no_dS_passes = segments.begins_sequence

@@ -25,7 +25,7 @@ from ...kda.rule import choose_kda
 from ...kda.sizes import KDADims
 from ...mixers.micro_batch import ChooseRule
 from ...ops.delta_rule.sizes import LINEAR_SIZES
-from ...ops.stages import MakeFront, fronts_of
+from ...ops.stages import MakeFront, front_maker
 from ..config_fields import check_config
 from .sources import CACHE_NAMES
 
@@ -53,7 +53,7 @@ def _gdn_mixer(module: LinearAttention, config: Any, options: Any) -> DropInMixe
     choose_rule = partial(
         resolve_rule, options.backend, sizes=dims.heads, operands=options.rule_operands
     )
-    make_front = fronts_of(
+    make_front = front_maker(
         gdn_table,
         allow_neg_eigval=getattr(module, "allow_neg_eigval", False),
         recompute_qkv=options.recompute_qkv,
@@ -90,7 +90,7 @@ def _kda_mixer(module: LinearAttention, config: Any, options: Any) -> DropInMixe
     if getattr(forget_gate, "safe_gate", False):
         lower_bound = forget_gate.lower_bound
     choose_rule = partial(choose_kda, options.backend, dims.state_shape, lower_bound)
-    make_front = fronts_of(kda_table, lower_bound=lower_bound)
+    make_front = front_maker(kda_table, lower_bound=lower_bound)
     names = {"mixer": "KimiDeltaAttention", "recurrence": "KDA"}
     return DropInMixer(dims, choose_rule, make_front, names)
 

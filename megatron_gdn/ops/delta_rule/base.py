@@ -110,7 +110,7 @@ class HeadSizes(NamedTuple):
     def layout(self) -> Layout:
         """The layout query | key | value | z | beta | alpha; the first three are
         convolved."""
-        return _layout(self)
+        return _layout_of_heads(self)
 
 
 def require_multiple_of_key_heads(key_heads: int, value_heads: int) -> None:
@@ -137,7 +137,7 @@ def delta_layout(sizes: HeadSizes, *others: Section) -> Layout:
 
 
 @lru_cache(maxsize=64)
-def _layout(sizes: HeadSizes) -> Layout:
+def _layout_of_heads(sizes: HeadSizes) -> Layout:
     """Make :attr:`HeadSizes.layout`; cached, so that equal sizes share one layout."""
     return delta_layout(
         sizes,

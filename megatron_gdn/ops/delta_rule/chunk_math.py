@@ -135,12 +135,12 @@ def _zero_nonfinite_tokens(x: ChunkValues) -> tuple[ChunkValues, Tensor]:
     g = x.g.clamp(min=least_log_decay(x.g.dtype))  # -inf is legal
     # x * 0 is NaN if x is NaN or inf, so x * 0 != 0 finds the numbers that are not
     # finite.
-    bad_key = _largest(x.k) * 0 != 0  # bool [m, C]
+    bad_key = _largest_per_row(x.k) * 0 != 0  # bool [m, C]
     g_per_key_head = len(g) < len(x.u)
     if x.e is not None and x.e is not x.k:
-        bad_key |= _largest(x.e) * 0 != 0
+        bad_key |= _largest_per_row(x.e) * 0 != 0
     # a sum of one number per input is not finite if an input is not finite
-    checked_sum = _largest(x.u)
+    checked_sum = _largest_per_row(x.u)
     if g_per_key_head:
         bad_key |= g.sum(-1) * 0 != 0
     elif g.dim() == 2:
@@ -168,7 +168,7 @@ def _zero_tokens(x: Tensor, selected: Tensor) -> None:
     x.masked_fill_(selected.view(selected.shape + (1,) * (x.dim() - 2)), 0)
 
 
-def _largest(x: Tensor) -> Tensor:
+def _largest_per_row(x: Tensor) -> Tensor:
     """The largest absolute value (or NaN) of each row: ``[m, C]`` from
     ``x [m, C, D]``."""
     if x.is_cuda:

@@ -36,7 +36,7 @@ from ..state_maps.state_map import StateMap
 from .base import RuleGrads
 
 # fla's functions that every delta rule calls, as :attr:`FlaRule.fla_functions`
-STATE_KERNELS = {
+DELTA_RULE_FUNCTIONS = {
     "fla.ops.utils chunk_local_cumsum": f"g chunk_size scale {BOUNDARY_ARGUMENTS}",
     "fla.ops.common.chunk_delta_h chunk_gated_delta_rule_fwd_h": (
         f"k w u g gk initial_state output_final_state {BOUNDARY_ARGUMENTS}"
@@ -49,8 +49,8 @@ STATE_KERNELS = {
     ),
 }
 # the same for delta rules with a decay per channel
-CHANNEL_RULE_KERNELS = {
-    **STATE_KERNELS,
+CHANNEL_RULE_FUNCTIONS = {
+    **DELTA_RULE_FUNCTIONS,
     "fla.ops.gla.chunk chunk_gla_fwd_o_gk": f"q v g A h scale {BOUNDARY_ARGUMENTS}",
     "fla.ops.kda.chunk_bwd chunk_kda_bwd_dAv": f"q k v do A scale {BOUNDARY_ARGUMENTS}",
 }

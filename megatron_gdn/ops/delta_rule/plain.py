@@ -270,8 +270,8 @@ class PlainRule(Rule):
     # this rule promises no less; the constructor's ``bits`` may promise more
     bits = Bits.DETERMINISTIC
     backward_reads = frozenset(RuleInputs._fields)
-    forward = PlainForward
-    backward = PlainBackward
+    forward_class = PlainForward
+    backward_class = PlainBackward
     # the NamedTuple class in which a backward returns the gradients of the inputs
     gradients_class: ClassVar[Callable[..., Gradients]] = RuleGrads
     erases = True  # whether a token erases a value from the state before it writes

@@ -172,7 +172,7 @@ class MemoryShape(NamedTuple):
         return (self.channels, self.history_rows)
 
     @property
-    def window(self) -> tuple[int, int]:
+    def dynamic_context_history(self) -> tuple[int, int]:
         """The shape of a history in Megatron's dynamic inference context, which stores
         W inputs."""
         if self.rows_first:
@@ -206,7 +206,13 @@ class MemoryShape(NamedTuple):
         wide = torch.promote_types(dtype, torch.float32)
         slots = memory.slots
         for name, tensor, shape, longer_shape, least_dtype in (
-            ("history", memory.history, self.history, self.window, dtype),
+            (
+                "history",
+                memory.history,
+                self.history,
+                self.dynamic_context_history,
+                dtype,
+            ),
             ("state", memory.state, self.state, self.state, wide),
         ):
             wanted = (sequences,) + shape

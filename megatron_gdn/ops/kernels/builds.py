@@ -158,10 +158,10 @@ def _open_lock(path: Path) -> int | None:
         # Files are opened relative to the folder, so that nobody can exchange the
         # folder meanwhile.
         folder = os.open(own.parent, os.O_RDONLY | os.O_DIRECTORY | flags)
-        _require_own(folder)
+        _require_ownership(folder)
         file = os.open(own.name, os.O_RDWR | os.O_CREAT | flags, 0o600, dir_fd=folder)
         try:
-            _require_own(file, regular=True)
+            _require_ownership(file, regular=True)
         except OSError:
             os.close(file)
             raise
@@ -180,7 +180,7 @@ def _open_lock(path: Path) -> int | None:
             os.close(folder)
 
 
-def _require_own(descriptor: int, regular: bool = False) -> None:
+def _require_ownership(descriptor: int, regular: bool = False) -> None:
     """Raise an OSError unless this user owns the open file or folder.
 
     ``regular``: it must also be an ordinary file with one name. A file with a second

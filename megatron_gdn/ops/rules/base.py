@@ -207,8 +207,8 @@ class Rule:
     operand_dtype: torch.dtype | None = None
     # names of the inputs that the backward reads
     backward_reads: frozenset[str] = frozenset()
-    forward: ClassVar[Callable[..., RuleForward]]
-    backward: ClassVar[Callable[..., RuleBackward]]
+    forward_class: ClassVar[Callable[..., RuleForward]]
+    backward_class: ClassVar[Callable[..., RuleBackward]]
 
     @classmethod
     def why_not(
@@ -246,7 +246,7 @@ class Rule:
         return wrapper(self)
 
     def begin(self, inputs: Inputs, documents: Documents | None) -> RuleForward:
-        return self.forward(self, inputs, documents)
+        return self.forward_class(self, inputs, documents)
 
     def begin_backward(
         self,
@@ -257,7 +257,7 @@ class Rule:
     ) -> RuleBackward:
         """Begin a backward; ``saved`` is from the forward. The rule may free ``d_o``,
         so the caller must not read it afterwards."""
-        return self.backward(self, d_o, inputs, saved, documents)
+        return self.backward_class(self, d_o, inputs, saved, documents)
 
     def kept_to_recompute(self, saved: SavedForBackward) -> SavedForBackward:
         """The part of ``saved`` that :meth:`recompute` needs; by default nothing. The

@@ -65,7 +65,7 @@ class ChunkGroup:
 
     places: slice  # the group's places in the table
     # the number of chunks that :meth:`pass_states` visits; later chunks are empty
-    visited_chunks: int
+    visited_chunk_count: int
     # int64, the token at each place; an empty place has the index of some token
     token_of_place: Tensor | slice
     # bool, whether each place is empty; None: no place is empty
@@ -77,8 +77,8 @@ class ChunkGroup:
     # None: no sequence begins (or ends) in the group
     beginnings: ChunkSequences | None = None
     endings: ChunkSequences | None = None
-    begin_chunks: tuple[int, ...] = ()  # ``beginnings.chunks`` on the host
-    end_chunks: tuple[int, ...] = ()  # ``endings.chunks`` on the host
+    beginnings_on_host: tuple[int, ...] = ()  # ``beginnings.chunks`` on the host
+    endings_on_host: tuple[int, ...] = ()  # ``endings.chunks`` on the host
 
     def select_states(self, states: Tensor, *, ends: bool = False) -> Tensor:
         """The entries of ``states [N, ...]`` for the sequences that begin in the group.
@@ -135,17 +135,17 @@ class ChunkGroup:
             leaving = states[:-1]
             starting = self.endings
             stopping = self.beginnings
-            stop_chunks = self.begin_chunks
-            first = self.visited_chunks - 1
+            stop_chunks = self.beginnings_on_host
+            first = self.visited_chunk_count - 1
             last = 0
         else:
             entering = states[:-1]
             leaving = states[1:]
             starting = self.beginnings
             stopping = self.endings
-            stop_chunks = self.end_chunks
+            stop_chunks = self.endings_on_host
             first = 0
-            last = self.visited_chunks - 1
+            last = self.visited_chunk_count - 1
         # A sequence's final state and the next sequence's initial state have the same
         # place in ``states``, so final states have a buffer of their own. This buffer
         # has only this group's sequences: in a buffer of all sequences a state's
@@ -174,8 +174,8 @@ class ChunkGroup:
     def _chunk_order(self, back: bool) -> range:
         """The numbers of the chunks, in the order in which a state passes them."""
         if back:
-            return range(self.visited_chunks)[::-1]
-        return range(self.visited_chunks)
+            return range(self.visited_chunk_count)[::-1]
+        return range(self.visited_chunk_count)
 
 
 def _method_that_adds_product(through: Tensor) -> Callable:
@@ -273,7 +273,8 @@ class ChunkTable:
     def one_chunk_per_sequence(self) -> bool:
         """Whether every chunk is a whole sequence, as in a decode step on the grid."""
         return all(
-            len(group.begin_chunks) == group.visited_chunks for group in self.groups
+            len(group.beginnings_on_host) == group.visited_chunk_count
+            for group in self.groups
         )
 
     @staticmethod
@@ -453,24 +454,24 @@ def _build_group(
     place_of_token = (~empty).nonzero()[:, 0]
     first = int(token[0])  # a group begins with a chunk that has tokens
     tokens = slice(first, first + len(place_of_token))
-    begin_chunks, beginnings = _chunks_where(
+    beginnings_on_host, beginnings = _chunks_where(
         places.begins_sequence, places, start, stop, device
     )
-    end_chunks, endings = _chunks_where(
+    endings_on_host, endings = _chunks_where(
         places.ends_sequence, places, start, stop, device
     )
     is_full = len(place_of_token) == len(token)
     return ChunkGroup(
         places=of_group,
-        visited_chunks=first_empty - start,
+        visited_chunk_count=first_empty - start,
         token_of_place=tokens if is_full else to_device(token, device),
         empty_places=None if is_full else to_device(empty, device),
         tokens=tokens,
         place_of_token=None if is_full else to_device(place_of_token, device),
         beginnings=beginnings,
         endings=endings,
-        begin_chunks=begin_chunks,
-        end_chunks=end_chunks,
+        beginnings_on_host=beginnings_on_host,
+        endings_on_host=endings_on_host,
     )
 
 

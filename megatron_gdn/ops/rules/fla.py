@@ -129,7 +129,7 @@ class FlaForward(RuleForward):
 
     @torch.no_grad()
     def state_map(self) -> StateMap:
-        with self.rule.configurations():
+        with self.rule.configuration_context():
             return self.rule.state_map(self, self._chunk_products())
 
     @torch.no_grad()
@@ -138,7 +138,7 @@ class FlaForward(RuleForward):
     ) -> RuleOutput:
         """The output from ``initial`` states; ``keep`` is not read. The products of
         :meth:`state_map` are used again, then freed."""
-        with self.rule.configurations():
+        with self.rule.configuration_context():
             products = self._chunk_products()
             self._products = None
             states, written, last = self.rule.pass_states(
@@ -177,7 +177,7 @@ class FlaBackward(RuleBackward):
         any_states = self.d_o.new_empty(
             N, H, self.inputs.k.shape[-1], V, dtype=torch.float32
         )
-        with self.rule.configurations():
+        with self.rule.configuration_context():
             return self.rule.d_states(self, any_states)
 
     @torch.no_grad()
@@ -186,7 +186,7 @@ class FlaBackward(RuleBackward):
     ) -> Gradients:
         """The gradients of the inputs ``[B, S, ...]``; ``initial`` and ``d_final`` are
         ``[N, H, K, V]`` or None (zeros)."""
-        with self.rule.configurations():
+        with self.rule.configuration_context():
             grads = self.rule.gradients(
                 self, contiguous_state(initial), contiguous_state(d_final)
             )
@@ -220,8 +220,8 @@ class FlaRule(Rule):
     name = "fla"
     why_chosen = "fla runs here"
     strongest_promise = Bits.DETERMINISTIC
-    forward = FlaForward
-    backward = FlaBackward
+    forward_class = FlaForward
+    backward_class = FlaBackward
     # the setups in which a test found that bits repeat; sizes are (key dim, value dim)
     repeatable_setups: ClassVar[tuple[RepeatableSetup, ...]] = ()
     # whether fla reads the documents' boundaries on the host
@@ -290,7 +290,7 @@ class FlaRule(Rule):
             return f"fla takes key_head_dim up to 256, not {state.rows}"
         return None
 
-    def configurations(self) -> AbstractContextManager[None]:
+    def configuration_context(self) -> AbstractContextManager[None]:
         """The context in which fla's kernels run.
 
         If bits must repeat, the context fixes one configuration for each kernel. Else

@@ -180,8 +180,8 @@ class StepsBackward(RuleBackward):
 class RuleOfSteps(Rule):
     """Runs ``rule`` over rows; each token has ``steps`` rows."""
 
-    forward = StepsForward
-    backward = StepsBackward
+    forward_class = StepsForward
+    backward_class = StepsBackward
 
     def __init__(self, rule: Rule, steps: int) -> None:
         """Wrap ``rule``, and take over its attributes about bits, heads and saved
