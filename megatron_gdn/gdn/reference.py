@@ -38,7 +38,7 @@ def gated_delta_net(
     """The layer's output ``[T, D]`` for one sequence ``[T, D]``; differentiable.
 
     Args:
-        parameters: the layer's parameters by name, whole (tensor-parallel size 1).
+        parameters: the layer's parameters by name, not split (tensor-parallel size 1).
         dims: the sizes of the layer.
         norm_eps: the eps of ``out_norm``.
         zero_centered_norm: whether the norm multiplies by 1 + weight.

@@ -74,7 +74,7 @@ class UpstreamNames(RecurrentMixer):
         """The name of the convolution's activation."""
         return "silu"
 
-    # Megatron-Bridge calls this name after changing groups
+    # Megatron-Bridge calls this method after it has changed process groups
     _setup_variant_attrs = _set_size_attributes
 
     @property

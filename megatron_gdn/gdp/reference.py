@@ -30,7 +30,7 @@ def gated_delta_product(
     """The layer's output ``[T, D]`` for one sequence ``[T, D]``; differentiable.
 
     Args:
-        parameters: the layer's parameters by name, whole (tensor-parallel size 1).
+        parameters: the layer's parameters by name, not split (tensor-parallel size 1).
         dims: the sizes of the layer.
         norm_eps: of the output norm.
     """

@@ -247,7 +247,8 @@ class _ExportedTensors:
         full = entry.unshard(self._gather_shards(entry))
         dtypes = {source.key: self._dtype_of(source.key) for source in entry.sources}
         # Megatron may store a norm's gain minus 1, and a rounded gain minus 1 loses bits
-        # of the file's gain. So `to_hf_by_source` writes the file's bits of unchanged gains.
+        # of the file's gain. So `to_hf_by_source` gives the file's bits of unchanged
+        # gains.
         original_gains = {
             key: self._like_files.read(key)
             for key in dtypes

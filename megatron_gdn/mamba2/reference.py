@@ -32,7 +32,7 @@ def mamba2(
     """The mixer's output ``[T, D]`` for one sequence ``[T, D]``; differentiable.
 
     Args:
-        parameters: the mixer's parameters by name, whole (tensor-parallel size 1).
+        parameters: the mixer's parameters by name, not split (tensor-parallel size 1).
         dims: the sizes of the mixer.
         norm_eps, rmsnorm, dt_limit: as in :class:`megatron_gdn.Mamba2Mixer`.
     """

@@ -77,8 +77,7 @@ class PlainSSD(PlainRule):
 
 
 def _simple_gla_operands(inputs: SSDInputs) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v of ``simple_gla``: ``[B, S, H, K]`` twice and ``[B, S, H, V]``,
-    contiguous."""
+    """q and k ``[B, S, H, K]`` and v ``[B, S, H, V]`` of ``simple_gla``, contiguous."""
     heads = inputs.x.shape[2]
     groups = inputs.B.shape[2]
     q, k = inputs.C, inputs.B

@@ -392,8 +392,9 @@ class TorchSelfAttention(HasCpLayout, SelfAttention):
     context-parallel group. If ``core_attention`` is a `TorchAttention`, this class
     rotates in place of Megatron for any other layout or group. With any
     ``core_attention`` it also rotates for trees, and for a micro-batch that brings
-    another group, over which Transformer Engine's attention then runs. Else Megatron
-    rotates: Transformer Engine's attention expects the zigzag layout too.
+    another group, over which Transformer Engine's attention then runs. In all other
+    cases Megatron rotates, for example for Transformer Engine's attention, which also
+    expects the zigzag layout.
 
     Constructor arguments are those of SelfAttention, and ``cp_layout`` as in
     `GatedDeltaNet`.
@@ -540,9 +541,9 @@ class TorchSelfAttention(HasCpLayout, SelfAttention):
         if isinstance(core, TorchAttention) and core.cp_group is not own_group:
             raise ValueError(
                 f"core_attention.cp_group has {core.cp_group.size()} ranks and this "
-                f"layer's pg_collection.cp is another group, of {own_group.size()} ranks: "
-                "queries would be rotated for one group and attend over the other. Set "
-                "both to one group."
+                "layer's pg_collection.cp is another group, of "
+                f"{own_group.size()} ranks: queries would be rotated for one group and "
+                "attend over the other. Set both to one group."
             )
 
     def _megatron_rotates_correctly(self, share: MicroBatchShare) -> bool:

@@ -127,7 +127,7 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
     small all-gather in each forward (:mod:`..context_parallel.agreement`).
 
     ``dims`` are the sizes of the mixer: ``hidden_size``, ``conv_kernel_dim``, the
-    ``layout`` of a projection row, the ``state`` of the heads, and the
+    ``layout`` of a projection row, the ``state_shape`` of the heads, and the
     ``in_proj_layout`` if the columns of in_proj differ from that row. ``dims.shard(n)``
     are the sizes on one of n ranks.
 
@@ -159,7 +159,7 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
     recurrence: ClassVar[str] = "delta rule"
     # the fp32 parameters, in the order in which the front takes them
     fp32: tuple[Fp32Parameter, ...] = ()
-    # whether A_init_range may begin at 0, so that decay rates exp(A_log) near 0 are drawn
+    # whether A_init_range may begin at 0
     allows_zero_in_A_init_range: ClassVar[bool] = False
     # the part that each name of `--recompute-modules` computes again
     recompute_modules: ClassVar[Mapping[str, str]] = RECOMPUTE_MODULES
@@ -167,7 +167,8 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
     # graph needs no buffer for a mask.
     attn_mask_type: ClassVar[AttnMaskType] = AttnMaskType.causal
     uses_attention_mask: ClassVar[bool] = False
-    # Whether Muon updates in_proj, by sections. False: Adam, in Megatrons after 0.19.
+    # Whether Muon updates in_proj, section by section. If False, Adam does, in
+    # Megatrons after 0.19.
     use_muon: ClassVar[bool] = True
     # whether Megatron may capture the mixer in a CUDA graph of the layer
     may_be_captured: ClassVar[bool] = False

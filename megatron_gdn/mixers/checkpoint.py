@@ -74,9 +74,9 @@ def sharded_state_dict(
     """The mixer's parameters for distributed checkpoints, with Megatron's keys.
 
     Weights and biases of ``in_proj`` and ``conv1d``, and adapters' tensors with the
-    rows of ``in_proj``, are stored section by section. Megatron's layer stores biases
-    and adapters whole, and such files load too. The arguments are those of Megatron's
-    method of this name.
+    rows of ``in_proj``, are stored section by section. Megatron's layer stores each
+    bias and each tensor of an adapter unsplit, and such files load too.
+    The arguments are those of Megatron's method of this name.
     """
     if any(isinstance(parameter, DTensor) for parameter in mixer.parameters()):
         raise ValueError(f"{prefix}in_proj.weight: {FSDP2_CHECKPOINT_ADVICE}")

@@ -294,8 +294,12 @@ def _checked_memory(
     states: Tensor,
     slots: Tensor | None = None,
 ) -> Memory:
-    """:func:`_memory_of`; raise if a buffer does not fit ``stages`` or would round
-    ``rows`` or states."""
+    """The result of :func:`_memory_of` for the context's buffers ``conv [M, C, W]`` and
+    ``states [M, H, K, V]``.
+
+    Raises a ValueError if a buffer does not fit ``stages``, or would round ``rows`` or
+    states.
+    """
     dtype = rows.dtype
     H, K, V = stages.memory_shape.state
     wide = torch.promote_types(dtype, torch.float32)

@@ -103,7 +103,7 @@ def static_packed_seq_params(
         max_documents: the largest number of documents of a micro-batch. Kernels run for
             this number of documents and skip the empty ones.
         max_seqlen: ``max_seqlen_q`` and ``max_seqlen_kv``, which attention layers and
-            rotary embeddings read on the host; no document may be longer. None is
+            rotary embeddings read on the host; no document may be longer. None means
             ``total_tokens``.
         device: the device of the layers.
 

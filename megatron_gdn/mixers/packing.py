@@ -117,8 +117,12 @@ def resolve_packed_seq_params(
 def _resolve(
     params: PackedSeqParams, total_tokens: int, device: torch.device
 ) -> Documents | None:
-    """The documents of ``params``, read now or by an earlier layer of the
-    micro-batch."""
+    """The documents of ``params``, read now or by an earlier layer of the micro-batch;
+    None if ``params`` is not packed.
+
+    ``total_tokens`` are the tokens of all context-parallel ranks. The documents are
+    stored on ``params``, with one copy for each CUDA stream.
+    """
     fixed = static_documents_of(params)
     if fixed is not None:
         if not _is_packed(params):

@@ -180,8 +180,8 @@ def prepare_fsdp_for_mixed_dtypes(name: str, parameter: nn.Parameter | None) -> 
         )
 
 
-# The last words of an error: in_proj's shards are such that checkpoints cannot store
-# its sections.
+# The advice at the end of an error: a rank's shard of in_proj does not consist of
+# complete sections, so a checkpoint cannot store the sections.
 FSDP2_CHECKPOINT_ADVICE = (
     "Under torch's FSDP2 a rank holds a run of in_proj's rows, which --ckpt-format "
     "torch_dist cannot store section by section (nor does it load the optimizer's step "

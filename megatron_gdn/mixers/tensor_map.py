@@ -279,7 +279,7 @@ def conv_map(
     ``hf_prefix`` starts Hugging Face's keys; ``taps`` is W. ``in_three``: files have
     one tensor each for q, k and v, not one for all.
     """
-    # keys: the beginning of the tensor's name
+    # the number of channels of each tensor, by the beginning of the tensor's name
     channels = {"": layout.conv_width}
     if in_three:
         channels = dict(zip(("q_", "k_", "v_"), layout.conv_widths, strict=True))

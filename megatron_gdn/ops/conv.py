@@ -56,8 +56,8 @@ def causal_conv1d(
 
     Before the start of a sequence x is zero, or ``initial_state``; no value and no
     gradient crosses a document boundary. Sums are in fp32 (fp64 for fp64 input) and
-    rounded once. The result is deterministic. Of all activations, autograd saves only
-    ``x``.
+    rounded once. The result is deterministic. Autograd saves only the arguments, since
+    the backward computes the convolution again.
 
     Args:
         x: ``[B, T, C]``, any float dtype, any strides.

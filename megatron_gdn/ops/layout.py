@@ -48,8 +48,8 @@ def require_shares(ranks: int, counts: Sequence[int], description: str) -> None:
             n for n in range(1, most + 1) if not any(count % n for count in counts)
         ]
         raise SizeError(
-            f"tensor_model_parallel_size={ranks} cannot split {description} evenly; use "
-            f"one of {', '.join(map(str, legal))}."
+            f"tensor_model_parallel_size={ranks} cannot split {description} evenly; "
+            f"use one of {', '.join(map(str, legal))}."
         )
 
 

@@ -191,8 +191,9 @@ def why_not_triton(device: str, dtype: torch.dtype, taps: int) -> str | None:
         return f"the Triton kernels run on a GPU, not on {device}"
     if dtype == torch.float64:
         return "the Triton kernels compute in fp32, not in fp64"
-    # A kernel keeps at least one earlier row, so taps >= 2. A kernel's segment of tokens
-    # needs at least W - 1; the shortest has 8 (_FEWEST_STEPS of kernels/tiles.py).
+    # A kernel keeps at least one earlier row, so taps >= 2. A kernel's segment of
+    # tokens needs at least W - 1; the shortest has 8 (_FEWEST_STEPS of
+    # kernels/tiles.py).
     if not 2 <= taps <= 8:
         return f"the Triton kernels take 2 to 8 conv taps, not {taps}"
     if find_spec("triton") is None:

@@ -103,9 +103,9 @@ class RefilledOutput:
         hook = out.register_hook(fill_again)
 
 
-# Bytes of the smallest gradient that a GradientHandOver stores. Its autograd step takes the
-# host about 50 microseconds. For a smaller gradient the GPU would wait for the host,
-# and save little memory.
+# Bytes of the smallest gradient that a GradientHandOver stores. Its autograd step takes
+# the host about 50 microseconds. For a smaller gradient the GPU would wait for the
+# host, and save little memory.
 MIN_HAND_OVER_BYTES = 128 << 20
 
 

@@ -157,10 +157,11 @@ class TreeDocuments(Documents):
 
     @cached_property
     def levels(self) -> tuple[TreeLevel, ...]:
-        """The levels of the documents with tokens, from level 0 on."""
+        """The levels of the documents with tokens, from level 0 on. If a parent has no
+        tokens, its children continue its nearest ancestor with tokens."""
         length = self.lengths_without_padding
-        # for each document the documents that continue it; for -1 those without a
-        # parent
+        # the documents that continue each document; children[-1] are the documents
+        # without a parent
         children: dict[int, list[int]] = {i: [] for i in range(-1, len(length))}
         for document, ancestors in enumerate(self.ancestors):
             if length[document]:
@@ -182,6 +183,7 @@ class TreeDocuments(Documents):
             else:
                 tokens = to_device(tokens, self.device)
             documents = Documents(tuple(accumulate(counts, initial=0)), self.device)
+            # for each member the index of its parent among the level above
             parents = [n for n, family in enumerate(families) for _ in family]
             parents = to_device(torch.tensor(parents, device="cpu"), self.device)
             families = [children[i] for i in members]
@@ -210,7 +212,9 @@ class TreeDocuments(Documents):
         return self.keep(TreeDocuments._history, past)
 
     def _history(self, past: int) -> HistoryOfParents | None:
-        """Compute :meth:`history`, which stores the result."""
+        """Compute :meth:`history`, which stores the result: for each document with
+        ancestors, the last ``past`` tokens of these ancestors. Missing rows are
+        zeros."""
         length = self.lengths_without_padding
         continuing = [
             document
@@ -353,7 +357,7 @@ class BackwardByLevel(RuleBackward):
             if number:
                 d_entering = backward.d_initial()
             if d_entering is not None and d_final is not None:
-                # ``transposed`` reads only ``through`` of a map, so any ``local`` will do
+                # ``transposed`` reads no ``local``, so any tensor can stand for it
                 maps = StateMap(d_entering, through).transposed(d_entering)
                 d_entering = _apply_one_by_one(maps, d_final)
             grads_by_level.insert(0, backward.run(entering, d_final))

@@ -83,8 +83,8 @@ _started_commands: dict[Heads, subprocess.Popen] = {}
 
 
 def set_next_calls(heads: Heads, use: str) -> None:
-    """Store which ``heads`` and which group of kernels, ``use``, FlashQLA's next calls
-    need; :func:`_compile_once` reads both."""
+    """Store what FlashQLA's next calls need: the ``heads``, and ``use``, the name of a
+    group of kernels. :func:`_compile_once` reads both."""
     global _next_heads, _next_use
     _next_heads = heads
     _next_use = use

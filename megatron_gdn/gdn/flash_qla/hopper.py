@@ -151,7 +151,8 @@ class HopperKernels:
     def kkt_solve(
         self, k: Tensor, b: Tensor, cu_seqlens: Tensor | None = None
     ) -> Tensor:
-        """The inverse A ``[B, S, H, 64]`` of every chunk's triangular system."""
+        """The inverse A ``[B, S, H, 64]`` of every chunk's triangular system, from
+        ``k [B, S, G, K]`` and ``b [B, S, H]``."""
         B, S, G, K = k.shape
         H = b.shape[2]
         a = k.new_empty(B, S, H, CHUNK)
@@ -333,10 +334,10 @@ class HopperKernels:
         """The states ``[P, H, K, V]`` that enter segments or, if ``backward``, the
         gradients of the states that leave segments.
 
-        ``states`` enter sequences or, if ``backward``, are gradients of the states that
-        leave sequences; None: zero. ``passes``, bool ``[P, H]``: whether the state (or
-        gradient) passes the segment. ``first_segment``, int32 ``[N + 1]``: the number
-        of every sequence's first segment, then P.
+        ``states``: the states that enter sequences or, if ``backward``, the gradients
+        of the states that leave sequences; None: zeros. ``passes``, bool ``[P, H]``:
+        whether the state (or gradient) passes the segment. ``first_segment``, int32
+        ``[N + 1]``: the number of every sequence's first segment, then P.
         """
         P, H, K, V = local.shape
         use_raw_h0 = states is not None

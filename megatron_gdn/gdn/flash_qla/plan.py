@@ -129,8 +129,8 @@ def _cut_by_cost(documents: Documents, value_heads: int) -> list[int] | None:
 def plan_of_rows(
     rows: int, tokens: int, value_heads: int, device: torch.device
 ) -> Segments | None:
-    """The segments of ``rows`` batch rows of ``tokens`` tokens without initial states;
-    None if several rows run uncut.
+    """The segments of a batch without initial states, of ``rows`` rows with ``tokens``
+    tokens each; None if there are several rows and none is cut.
 
     Several rows are cut only if rows times heads are fewer than the GPU's
     multiprocessors.

@@ -235,8 +235,8 @@ class FlashQlaBackward(RuleBackward):
         return RuleGrads(*(in_rows(x, self.batch_shape) for x in grads))
 
 
-# What `benchmarks/run.py repeats` tested; ``sizes`` are the tested numbers of value
-# heads per key head.
+# The setups that `benchmarks/run.py repeats` tested; ``sizes`` are the tested numbers
+# of value heads per key head.
 REPEATABLE_SETUPS: tuple[RepeatableSetup, ...] = (
     RepeatableSetup(
         capability=(9, 0),

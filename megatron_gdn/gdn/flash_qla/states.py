@@ -104,8 +104,8 @@ def segment_maps(
     """The state maps of segments.
 
     ``sums_and_inverses``: ``g_sum`` and ``A``, if a forward has computed them.
-    With ``from_zero`` the sequences begin with zero states, the maps have k's dtype,
-    and the map of a sequence that is one segment is not computed, as in FlashQLA.
+    With ``from_zero`` the sequences begin with zero states. As in FlashQLA, the maps
+    then have k's dtype, and the map of a sequence that is one segment is not computed.
     """
     flash_qla = kernels()
     if sums_and_inverses is None:

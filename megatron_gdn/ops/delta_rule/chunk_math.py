@@ -224,17 +224,17 @@ class _Decays(torch.autograd.Function):
         if not pairs:
             return start, end
         b, C = g.shape
-        gamma = g.new_empty(b, C, C)  # exp(G_i - G_j)
+        decay = g.new_empty(b, C, C)  # exp(G_i - G_j)
         # subtracts in fp64, then rounds
-        torch.sub(G[:, :, None], G[:, None, :], out=gamma)
+        torch.sub(G[:, :, None], G[:, None, :], out=decay)
         # Above the diagonal the exponent is positive, and exp may overflow. So the
         # exponent is set to 0 before exp, and the result to 0 after it. (The exponent
         # is not set to -inf, since exp(-inf) takes ten times as long on a CPU.)
-        gamma.tril_().exp_().tril_()
+        decay.tril_().exp_().tril_()
         decayed = [
-            (x[:, None] * gamma.view(len(x), -1, C, C)).flatten(0, 1) for x in pairs
+            (x[:, None] * decay.view(len(x), -1, C, C)).flatten(0, 1) for x in pairs
         ]
-        ctx.save_for_backward(gamma, start, end, *decayed)
+        ctx.save_for_backward(decay, start, end, *decayed)
         ctx.shape_per_key_head = (len(pairs[0]), -1, C, C)
         return start, end, *decayed
 
@@ -247,19 +247,20 @@ class _Decays(torch.autograd.Function):
         The gradient of g_t sums over all keys before t and all queries at t or later,
         since g_t is in the decay between these tokens.
         """
-        gamma, start, end, *decayed = ctx.saved_tensors
-        d_exponent = d_decayed[0] * decayed[0]  # of G_i - G_j, [b, C, C]
+        decay, start, end, *decayed = ctx.saved_tensors
+        # the gradient of G_i - G_j, [b, C, C]
+        d_exponent = d_decayed[0] * decayed[0]
         for d, x in zip(d_decayed[1:], decayed[1:], strict=True):
             d_exponent.addcmul_(d, x)
         # Element (i, t) of sum_to_diagonal sums over keys j < t; sum(-2) over queries i
         # >= t.
         dg = sum_to_diagonal(d_exponent, 1).tril_().sum(-2)
-        C = gamma.shape[-1]
-        dtype = gamma.dtype
-        device = gamma.device
+        C = decay.shape[-1]
+        dtype = decay.dtype
+        device = decay.device
         dg.addmm_(d_start * start, ones_from_diagonal(C, 0, dtype, device).mT)
         dg.addmm_(d_end * end, ones_from_diagonal(C, 1, dtype, device))
-        return dg, *((d * gamma).view(ctx.shape_per_key_head).sum(1) for d in d_decayed)
+        return dg, *((d * decay).view(ctx.shape_per_key_head).sum(1) for d in d_decayed)
 
 
 def _products_per_head(x: ChunkValues, output: bool) -> _Products:

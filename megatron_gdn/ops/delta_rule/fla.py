@@ -57,8 +57,8 @@ CHANNEL_RULE_FUNCTIONS = {
 
 
 class FlaDeltaRule(FlaRule):
-    """fla's delta rule. The ``states_arguments`` of its :class:`ChunkProducts` are k, w,
-    u and the sums of g: ``g``, or ``gk`` if g has a value per channel."""
+    """fla's delta rule. The ``states_arguments`` of its :class:`ChunkProducts` are k,
+    w, u and the sums of g: ``g``, or ``gk`` if g has a value per channel."""
 
     # A method of each subclass, called with a FlaBackward. It returns arguments for
     # fla's `chunk_gated_delta_rule_bwd_dhu`: q, k, w, the sums of g, and dv. dv is the

@@ -26,10 +26,10 @@ class Memory(NamedTuple):
     """Histories and states of N sequences; both are zero before a sequence's first
     token.
 
-    A history holds the last inputs of the convolution, the oldest first: W - 1 inputs,
-    which the next token needs, or W inputs in the buffers of Megatron's inference
-    context. On the grid a history holds whole projection rows, ``[M, 1 + W - 1 + 64,
-    P]``; :mod:`.aligned` gives their order.
+    A history holds the last inputs of the convolution, the oldest first. It has the
+    W - 1 inputs that the next token needs; in the buffers of Megatron's inference
+    context it has W inputs. On the grid a history holds all columns of projection rows,
+    ``[M, 1 + W - 1 + 64, P]``; :mod:`.aligned` gives the order of the rows.
     """
 
     history: Tensor  # [M, C, W - 1 or W], in the dtype of the rows or a wider one

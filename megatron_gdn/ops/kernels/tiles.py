@@ -39,8 +39,8 @@ class FrontTile(NamedTuple):
 
 
 class RowTile(NamedTuple):
-    """The tile of a readout's program: ``repeats`` times ``rows`` rows, one after the
-    other."""
+    """The tile of a readout's program: ``repeats * rows`` rows, of which ``rows`` are
+    computed at a time."""
 
     rows: int
     repeats: int

@@ -42,8 +42,9 @@ class Bits(IntEnum):
     """What a rule promises about the bits of its results; each value includes the
     promises of smaller values.
 
-    For every value but FREE, the backend "auto" takes a rule other than plain torch
-    only if a test found that the rule's bits repeat on this GPU with these packages.
+    For every value but FREE, the backend "auto" takes a rule with kernels only if a
+    test found that its bits repeat on this GPU with these packages. If there is no such
+    rule, "auto" takes plain torch.
     """
 
     FREE = 0  # no promise

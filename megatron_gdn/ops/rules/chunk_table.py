@@ -27,8 +27,8 @@ from ..host_tables import to_device
 
 CHUNK = 64  # tokens
 # Chunks times heads of a group: enough products of 64 x 64 to fill a GPU. The number is
-# not a power of two, since documents in a buffer of 2^15 tokens have a few more chunks
-# than 2^15 / 64; with a power of two these few would need another group.
+# not a power of two: documents in a buffer of 2^15 tokens have a few more chunks than
+# 2^15 / 64. With a power of two these few chunks would need another group.
 _PRODUCTS_PER_GROUP = 1536
 
 
@@ -147,9 +147,9 @@ class ChunkGroup:
             first = 0
             last = self.visited_chunk_count - 1
         # A sequence's final state and the next sequence's initial state have the same
-        # place in ``states``, so final states have a buffer of their own. This buffer
-        # has only this group's sequences: in a buffer of all sequences a state's
-        # alignment, and so its last bits on a CPU, would depend on other sequences.
+        # index in ``states``, so final states have a buffer of their own. It has only
+        # this group's sequences. In a buffer of all sequences a state's alignment, and
+        # so its last bits on a CPU, would depend on other sequences.
         if stopping is None:
             final = leaving[:0]
         else:
@@ -225,9 +225,9 @@ class GroupOnDevice(ChunkGroup):
         given: Tensor,
         back: bool = False,
     ) -> PassedStates:
-        """As :meth:`ChunkGroup.pass_states`, for ``given`` states ``[N, H, K, V]`` of all
-        sequences. The device chooses in each chunk between the carried and the given
-        state.
+        """As :meth:`ChunkGroup.pass_states`, for ``given`` states ``[N, H, K, V]`` of
+        all sequences. The device chooses in each chunk between the carried and the
+        given state.
 
         ``final_states`` of the result has one state for each of the N sequences. Only
         the states of the sequences that end in the group (with ``back``, begin in it)

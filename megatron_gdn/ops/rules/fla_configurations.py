@@ -67,13 +67,13 @@ _PACKAGES = (
 )
 # Only one thread at a time may be inside :func:`without_autotuning`, since a thread
 # that leaves it restores the kernels' lists.
-_LOCK = RLock()
+_CONFIGURATION_LOCK = RLock()
 
 
 @contextmanager
 def without_autotuning() -> Iterator[None]:
     """A context in which each of fla's kernels has one configuration."""
-    with _LOCK:
+    with _CONFIGURATION_LOCK:
         for kernel, fixed, _ in tuned_kernels():
             kernel.configs = fixed
         try:
@@ -93,7 +93,9 @@ class _TunedKernel(NamedTuple):
 
 @cache
 def tuned_kernels() -> tuple[_TunedKernel, ...]:
-    """Each kernel of ``_PACKAGES`` that fla would time."""
+    """Each kernel of ``_PACKAGES`` that fla would time, in the modules that are
+    imported now. A rule has imported fla before, whose layers import all these
+    packages."""
     from triton.runtime.autotuner import Autotuner
 
     found: dict[int, Any] = {}  # by id, since several modules may have a kernel

@@ -128,8 +128,9 @@ def follow_chains_on_gpu(
     cuts: Tensor | None = None,
     compose: bool = False,
 ) -> Tensor:
-    """:func:`.state_map.follow_chains` on a GPU; ``table`` is ``ChainSteps.table``, and
-    ``cuts`` the argument ``cuts``."""
+    """Write the states or maps of :func:`.state_map.follow_chains` to ``out`` by one
+    launch. ``table`` is ``ChainSteps.table``; the other arguments are those of that
+    function."""
     N, L, _ = table.shape
     _, H, K, V = local.shape
     X = out.shape[3]

@@ -131,8 +131,8 @@ def follow_chains(
         cuts: int32 ``[L]`` on the device, for one chain without ``compose``. A step
             whose entry is 1 sets the state to its map's ``local``; the state before has
             no effect, even if it is NaN.
-        compose: write each chain's composed map to ``out`` instead of states, its
-            ``local`` and its ``through`` side by side. ``start`` must then be None.
+        compose: write each chain's composed map to ``out`` instead of states, with
+            ``local`` and ``through`` side by side. ``start`` must then be None.
 
     Returns:
         ``out``, computed in fp32 even if torch's TF32 switches are on. The GPU kernel
