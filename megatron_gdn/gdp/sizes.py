@@ -73,8 +73,8 @@ class GDPDims:
         return gdp_layout(self.heads, self.num_householder)
 
     def shard(self, ranks: int) -> GDPDims:
-        """The sizes on one of ``ranks`` tensor-parallel ranks, which holds whole
-        groups."""
+        """The sizes on one of ``ranks`` tensor-parallel ranks. A group and its heads
+        are on one rank."""
         held = f"{self.num_groups} groups of {self.num_heads} heads"
         require_shares(ranks, (self.num_groups,), held)
         heads = self.num_heads // ranks

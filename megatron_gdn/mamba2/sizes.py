@@ -81,8 +81,8 @@ class Mamba2Dims:
         return StateShape(self.num_heads, self.state_dim, self.head_dim, diagonal=True)
 
     def shard(self, ranks: int) -> Mamba2Dims:
-        """The sizes on one of ``ranks`` tensor-parallel ranks, which holds whole
-        groups."""
+        """The sizes on one of ``ranks`` tensor-parallel ranks. A group and its heads
+        are on one rank."""
         heads = self.num_heads
         groups = self.num_groups
         require_shares(ranks, (groups,), f"{groups} groups of {heads} Mamba2 heads")

@@ -592,8 +592,8 @@ class TorchSelfAttention(HasCpLayout, SelfAttention):
 def _gather_angles(angles: Tensor, group: ProcessGroup | None) -> Tensor:
     """Gather the rotary angles ``[S, 1, 1, D]`` of all positions.
 
-    ``angles [s, 1, 1, D]`` are this rank's share in zigzag. Without a ``group`` the
-    share is the whole, s = S.
+    ``angles [s, 1, 1, D]`` are this rank's share in zigzag. Without a ``group`` this
+    rank has all positions, s = S.
     """
     total = len(angles)
     if group is not None:

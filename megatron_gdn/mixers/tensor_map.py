@@ -21,7 +21,7 @@ class HFRef:
     experts."""
 
     key: str
-    shape: tuple[int, ...]  # shape of the whole tensor in the file
+    shape: tuple[int, ...]  # shape of the tensor in the file, with all experts
     expert: int | None = None
 
     @property
@@ -229,8 +229,8 @@ def tensor_map(
     shard_dim: int | None = None,
     **how: Any,
 ) -> TensorMap:
-    """A `TensorMap` whose sources are whole tensors, given as key -> shape; ``how`` has
-    further fields of the `TensorMap`."""
+    """A `TensorMap` whose sources are no slices of experts. ``sources`` gives the shape
+    of each tensor by its key; ``how`` has further fields of the `TensorMap`."""
     if isinstance(names, str):
         names = (names,)
     refs = tuple(HFRef(key, shape) for key, shape in sources.items())
@@ -238,15 +238,15 @@ def tensor_map(
 
 
 def take_share(
-    whole: Tensor, dim: int, sections: Sequence[int], rank: int, size: int
+    full: Tensor, dim: int, sections: Sequence[int], rank: int, size: int
 ) -> Tensor:
-    """The share of ``whole`` of one of ``size`` ranks.
+    """The share of the tensor ``full`` that one of ``size`` ranks has.
 
     Dimension ``dim`` consists of sections of these sizes; the share joins the rank's
     equal part of each section.
     """
     parts = [
-        section.chunk(size, dim)[rank] for section in whole.split(list(sections), dim)
+        section.chunk(size, dim)[rank] for section in full.split(list(sections), dim)
     ]
     return torch.cat(parts, dim)
 

@@ -366,7 +366,7 @@ def fill_share(
         return
     shape = list(parameter.shape)
     shape[dim] = sum(sections)
-    whole = torch.empty(shape, dtype=torch.float32, device=parameter.device)
+    full = torch.empty(shape, dtype=torch.float32, device=parameter.device)
     if parameter.is_cuda:
         gpus = [parameter.device]
     else:
@@ -377,13 +377,13 @@ def fill_share(
                 torch.cuda.manual_seed(seed)
         else:
             torch.default_generator.manual_seed(seed)
-        method(whole)
+        method(full)
     if group is None:
-        parameter.copy_(whole)
+        parameter.copy_(full)
         return
     rank = group.rank()
     size = group.size()
-    parameter.copy_(take_share(whole, dim, sections, rank, size))
+    parameter.copy_(take_share(full, dim, sections, rank, size))
 
 
 def copy_with_same_groups[Module: nn.Module](

@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# On a CPU torch computes a tensor in whole SIMD vectors. It computes the last few
-# elements by other code, with other rounding. So a token's value would depend on the
-# number of later tokens. Therefore tensors are padded to a multiple of this many
-# elements: two vectors of 512 bits with 16-bit elements, 2 * 512 / 16. (With several
-# threads this helps only up to 32768 elements.)
+# On a CPU torch computes a tensor in SIMD vectors. It computes the last few elements,
+# which fill no vector, by other code with other rounding. So a token's value would
+# depend on the number of later tokens. Therefore tensors are padded to a multiple of
+# this many elements: two vectors of 512 bits with 16-bit elements, 2 * 512 / 16. (With
+# several threads this helps only up to 32768 elements.)
 _PADDED_ELEMENTS = 64
 
 
@@ -35,8 +35,8 @@ def softplus(x: Tensor) -> Tensor:
 
 
 def _apply_padded(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Elementwise ``function`` of ``x``; on a CPU ``x`` is padded to whole SIMD
-    vectors."""
+    """Elementwise ``function`` of ``x``; on a CPU ``x`` is padded for the call, so that
+    torch computes all elements in SIMD vectors."""
     if x.device.type != "cpu":
         return function(x)
     flat = x.reshape(-1)

@@ -115,8 +115,9 @@ class HopperKernels:
         """Running sums of ``g`` in chunks, fp32 ``[B, S, H]``; ``reverse``: from a
         chunk's end.
 
-        Sequences must cover all S tokens. With ``zero_last_chunk`` the kernel writes
-        zeros after the last sequence.
+        Sequences must cover all S tokens, since the results of other tokens are not
+        written. ``zero_last_chunk``, as in FlashQLA, writes zeros for up to 64 tokens
+        after the last sequence; if sequences cover all tokens, there are none.
         """
         B, S, H = g.shape
         out = torch.empty_like(g)
