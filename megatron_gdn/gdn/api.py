@@ -203,8 +203,8 @@ def run_rule(
     use_qk_l2norm_in_kernel: bool = False,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """The result of :func:`gated_delta_rule`, computed by ``rule``; the keywords are
-    arguments of that function."""
+    """The result of :func:`gated_delta_rule` for ``inputs`` and ``documents``, computed
+    by ``rule``; the keywords are arguments of that function."""
     q, k, v, g, beta = inputs
     if use_qk_l2norm_in_kernel:
         q, k = l2norm(q), l2norm(k)
@@ -267,7 +267,8 @@ class _RunRule(torch.autograd.Function):
     @first_derivative_only
     def backward(ctx, d_o: Tensor, d_final: Tensor | None):
         """The gradients of q, k, v, g and beta, in the dtypes of these inputs, and of
-        the initial states, or None.
+        the initial states, or None; from ``d_o [B, S, H, V]`` and
+        ``d_final [N, H, K, V]`` (None: zeros).
 
         The forward's state maps are computed only if the initial states need a
         gradient.

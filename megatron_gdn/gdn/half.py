@@ -69,7 +69,7 @@ class HalfBackward(RuleBackward):
         self, initial: Tensor | None = None, d_final: Tensor | None = None
     ) -> RuleGrads:
         """The gradients of the inputs, times the powers of two; ``factor`` has the
-        inverse powers ``[H]``.
+        inverse powers ``[H]``. ``initial`` are the forward's initial states.
 
         If ``d_final`` times the powers is 2^5 or more, the powers are lowered, and
         ``d_o`` is scaled again in place.

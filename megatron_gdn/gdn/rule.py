@@ -1,4 +1,7 @@
-"""The rules of a Gated DeltaNet, and the choice among them."""
+"""The rules of a Gated DeltaNet, and the choice among them.
+
+The argument ``call`` of a rule's method is a forward or a backward, with its inputs.
+"""
 
 from __future__ import annotations
 

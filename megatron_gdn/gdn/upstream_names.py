@@ -132,8 +132,8 @@ class UpstreamNames(RecurrentMixer):
         alpha: Tensor,
         beta: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """Log-decay and write strength; ``*_local_cp`` are the parameters of this
-        rank's heads."""
+        """Log-decay and write strength, fp32, from the sections ``alpha`` and ``beta``;
+        ``*_local_cp`` are the parameters of this rank's heads."""
         return decay_and_write_gates(
             alpha,
             beta,

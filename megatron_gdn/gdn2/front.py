@@ -23,8 +23,8 @@ def gdn2_table(
 ) -> FrontTable:
     """The front table for rows of :func:`.sizes.gdn2_layout`.
 
-    The backward always computes the gates again. ``normalise_qk`` and
-    ``recompute_qkv`` are as in :func:`..gdn.front.gdn_table`.
+    ``normalise_qk``: scale q and k to unit length. The backward always computes the
+    gates again, with ``recompute_qkv`` also q, k and v.
     """
     sizes = HeadSizes.of(layout)
     g = GateSection("f", ("g",), decay, has_A_log=True, per_channel=True)

@@ -20,7 +20,7 @@ from ..ops.state_maps.state_map import StateShape
 def gdp_table(layout: Layout, recompute_qkv: bool = False) -> FrontTable:
     """The front table for rows of :func:`.sizes.gdp_layout`.
 
-    ``recompute_qkv``: as in :func:`..gdn.front.gdn_table`.
+    The backward always computes q again, with ``recompute_qkv`` also k and v.
     """
     _, key_dim = layout.shape_of("Q")
     # the run V has the heads of all updates

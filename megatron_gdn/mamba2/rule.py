@@ -8,7 +8,8 @@ Each head is linear attention with a scalar decay (Dao, Gu, *Transformers are SS
 
 fla's ``simple_gla`` gets q = C, k = B and v = dt x, with B and C repeated for the heads
 of a group; the skip D x is added afterwards. If documents are packed, fla reads their
-lengths on the host.
+lengths on the host. The argument ``call`` of a rule's method is a forward or a
+backward, with its inputs.
 """
 
 from __future__ import annotations

@@ -120,7 +120,8 @@ class TorchAttention(HasCpLayout, DotProductAttention):
         ``query`` is ``[s, B, H, D]``; ``key`` and ``value`` have G heads. In generation
         ``key`` and ``value`` have all tokens so far, and ``query`` has the last tokens.
         Packed inputs may lack the dimension B. ``attn_mask_type`` (Megatron's) says
-        which keys a query sees.
+        which keys a query sees. With packed documents or context parallelism,
+        ``attention_mask`` must be None or causal, and ``attention_bias`` None.
         """
         share = MicroBatchShare.of(
             packed_seq_params,

@@ -649,8 +649,8 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
         self.reset_parameters()
 
     def _build_out_norm(self, submodules: Any) -> None:
-        """Build ``out_norm`` over the V columns of a head; ``submodules``: see
-        :meth:`_build`."""
+        """Build ``out_norm``, over the V columns of a head, from the spec in
+        ``submodules``."""
         config = self.config
         width = self.global_dims.state_shape.columns
         self.out_norm = build_module(
@@ -805,7 +805,12 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
         intermediate_ssm_state: Tensor | None = None,
     ) -> Tensor:
         """Turn rows ``[N, s, P]`` of the next s tokens of N requests into
-        ``[N, s, H V]``, see :func:`.generation.decode_requests`."""
+        ``[N, s, H V]``.
+
+        ``conv_state`` and ``ssm_state`` are the context's buffers, ``batch_indices``
+        the requests' slots in them. :func:`.generation.decode_requests` describes all
+        arguments.
+        """
         return decode_requests(
             self,
             projected,
@@ -819,8 +824,9 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
     def ssm_prefill(
         self, projected: Tensor, conv_state: Tensor, ssm_state: Tensor, context: object
     ) -> Tensor:
-        """Turn rows ``[t, 1, P]`` of prompts or chunks of prompts into ``[t, 1, H V]``,
-        see :func:`.generation.prefill_requests`."""
+        """Turn rows ``[t, 1, P]`` of prompts or chunks of prompts into ``[t, 1, H V]``;
+        ``conv_state`` and ``ssm_state`` are buffers of the ``context``, see
+        :func:`.generation.prefill_requests`."""
         return prefill_requests(self, projected, conv_state, ssm_state, context)
 
     def set_for_recompute_input_layernorm(self) -> None:

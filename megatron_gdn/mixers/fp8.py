@@ -103,7 +103,8 @@ def require_fp8_widths(
 ) -> None:
     """Raise a SizeError if one of ``widths`` is no multiple of ``multiple``.
 
-    The other arguments are those of :func:`check_fp8_settings`.
+    ``widths`` are numbers of columns, by a name for the error. ``heads_text`` names the
+    heads of this rank in the error.
     """
     for name, width in widths.items():
         if width % multiple:
@@ -153,9 +154,9 @@ def set_gate_columns(
 ) -> None:
     """Tell the built ``in_proj`` which of its columns are gates.
 
-    ``group`` is the tensor-parallel group; the other arguments are those of
-    :func:`with_gates_outside_fp8`. If FP8 has no effect on this linear, a log line says
-    so.
+    The gates are the last columns of ``layout``, or the columns of ``section`` if it is
+    not "". ``group`` is the tensor-parallel group. If FP8 has no effect on this linear,
+    a log line says so.
     """
     if not hasattr(in_proj, "fp8_meta"):  # an attribute of Transformer Engine's linears
         log_once(

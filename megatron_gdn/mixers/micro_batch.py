@@ -298,8 +298,9 @@ class MicroBatchPlanner:
     def _schemes_of(
         self, group: ProcessGroup | None, rule: Rule, layout: SequenceLayout
     ) -> tuple[Scheme, ...]:
-        """The schemes that can run: `WholeSequences` on one rank, else `Headwise`,
-        `Chunkwise` or both."""
+        """The schemes that can run over ``group`` for sequences that the loader cut in
+        ``layout``: `WholeSequences` on one rank, else `Headwise`, `Chunkwise` or
+        both."""
         key = group, rule, layout
         if key not in self._schemes:
             if len(self._schemes) >= _MOST_SCHEMES:

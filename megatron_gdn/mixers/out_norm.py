@@ -100,7 +100,11 @@ def apply_gated_norm(
     activation: str = "silu",
 ) -> Tensor:
     """``norm(x) * act(gate)`` of ``x`` and ``gate`` ``[..., H, V]``, in the dtype of
-    ``x``; gate and product are computed in fp32 or fp64."""
+    ``x``; gate and product are computed in fp32 or fp64.
+
+    ``activation`` names act. The gradients of the norm's parameters are summed over the
+    ranks of ``group``; None: not summed.
+    """
     with gathered_parameters(norm), gradients_summed(norm, group):
         normed = norm(x)
     wide = torch.promote_types(x.dtype, torch.float32)

@@ -54,8 +54,8 @@ class Fp32Parameters(nn.Module):
         super().register_parameter(name, param)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True):
-        """Move or cast as torch does, but leave the fp32 parameters and their gradients
-        in fp32 or a wider dtype."""
+        """Move or cast as torch does, by ``fn`` for each tensor, but leave the fp32
+        parameters and their gradients in fp32 or a wider dtype."""
         parameters = dict(self.named_parameters(remove_duplicate=False))
         names = self._keep_in_float32_parameter_names
         kept = [parameters[name] for name in names if name in parameters]

@@ -74,8 +74,8 @@ def _require_max_seqlen(packed: PackedSeqParams | None) -> None:
 def _require_fragments(
     length: int, cp_size: int, packed: PackedSeqParams | None
 ) -> None:
-    """Raise if Megatron cannot cut a table of ``length`` angles for the
-    context-parallel ranks."""
+    """Raise if Megatron cannot cut a table of ``length`` angles for ``cp_size``
+    context-parallel ranks. ``packed`` is None if the batch is not packed."""
     # Megatron does not cut the table of packed documents, and with a local_cp_size it
     # cuts the table for other ranks.
     if packed is not None and (

@@ -276,8 +276,9 @@ def conv_map(
 ) -> TensorMap:
     """The map of the convolution's weight ``[C, 1, W]``, which Megatron calls ``name``.
 
-    ``hf_prefix`` starts Hugging Face's keys; ``taps`` is W. ``in_three``: files have
-    one tensor each for q, k and v, not one for all.
+    ``hf_prefix`` starts Hugging Face's keys; ``layout`` has the convolved sections;
+    ``taps`` is W. ``in_three``: files have one tensor each for q, k and v, not one for
+    all.
     """
     # the number of channels of each tensor, by the beginning of the tensor's name
     channels = {"": layout.conv_width}

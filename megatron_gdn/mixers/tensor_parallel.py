@@ -194,8 +194,8 @@ class MarkedParameters(nn.Module):
         yield from super().named_modules(*args, **kwargs)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True):
-        """Move or cast as torch does; new parameters get all attributes of the old
-        ones."""
+        """Move or cast as torch does, by ``fn`` for each tensor; new parameters get all
+        attributes of the old ones."""
         attributes = {name: dict(vars(p)) for name, p in self._parameters_by_name()}
         result = super()._apply(fn, recurse)
         for name, parameter in self._parameters_by_name():

@@ -201,8 +201,8 @@ class AlignedFront:
         only: tuple[str, ...] | None = None,
         history: History | None = None,
     ) -> Inputs:
-        """The rule's inputs ``[B, S, ...]`` from rows ``proj [S, B, P]``; ``only`` as
-        in :func:`front_on_grid`.
+        """The rule's inputs ``[B, S, ...]`` from rows ``proj [S, B, P]``; ``only`` has
+        the names of the inputs to compute, None means all.
 
         With ``history`` the rows may begin inside a chunk of the grid, so ``front``
         computes them without the grid. Triton's front needs no grid either: with

@@ -8,7 +8,10 @@ log-decay within chunks, ``b`` the write strengths, ``a`` the inverses A of the 
 triangular systems, ``h`` the states before every chunk.
 
 Legend: P segments; N sequences, or segments if sequences are cut; other letters as in
-``docs/glossary.md``.
+``docs/glossary.md``. ``q`` and ``k`` are ``[B, S, G, K]``, ``v`` and ``do``
+``[B, S, H, V]``, ``g`` and ``b`` ``[B, S, H]``, ``a`` ``[B, S, H, 64]``, ``h``
+``[B, chunks, H, K, V]``. ``cu_seqlens``, int32 ``[N + 1]``, are offsets of sequences or
+segments in one batch row; None: each batch row is one sequence.
 """
 
 from __future__ import annotations
@@ -152,8 +155,7 @@ class HopperKernels:
     def kkt_solve(
         self, k: Tensor, b: Tensor, cu_seqlens: Tensor | None = None
     ) -> Tensor:
-        """The inverse A ``[B, S, H, 64]`` of every chunk's triangular system, from
-        ``k [B, S, G, K]`` and ``b [B, S, H]``."""
+        """The inverse A ``[B, S, H, 64]`` of every chunk's triangular system."""
         B, S, G, K = k.shape
         H = b.shape[2]
         a = k.new_empty(B, S, H, CHUNK)

@@ -63,8 +63,8 @@ class FlashQlaForward(RuleForward):
     def run(
         self, initial: Tensor | None = None, *, keep: bool = True, final: bool = False
     ) -> RuleOutput:
-        """The output; also the final states if ``final``, and what the backward reads
-        if ``keep``."""
+        """The output from the ``initial`` states ``[N, H, K, V]`` (None: zeros); also
+        the final states if ``final``, and the tensors for the backward if ``keep``."""
         on_grid = self.rule.bits is Bits.ON_GRID
         maps = self._maps
         if on_grid:
@@ -366,8 +366,9 @@ class FlashQlaRule(Rule):
         """Compute the output and the states at chunks, which the backward reads, in one
         pass.
 
-        Without a second run, another kernel computes the states at chunks with other
-        roundings.
+        ``inputs`` and ``initial`` are those of the first run, ``kept`` is the result of
+        :meth:`kept_to_recompute`. Without a second run, another kernel computes the
+        states at chunks with other roundings.
         """
         segments: Segments | None = kept.other_values
         set_next_calls(

@@ -49,7 +49,8 @@ class SavedTensors(NamedTuple):
         """The gradients ``[P, H, K, V]`` of states that leave segments.
 
         ``d_states_in``: the gradients of states that enter segments, computed with zero
-        gradients of the states that leave segments. FlashQLA's kernel composes the
+        gradients of the states that leave segments. ``d_final``: the gradients of the
+        final states of sequences; None: zeros. FlashQLA's kernel composes the
         gradients of sequences that begin with zero states; this package composes the
         gradients of sequences with initial states.
         """
@@ -72,7 +73,8 @@ class SegmentMaps(NamedTuple):
     saved_tensors: SavedTensors
 
     def states_in(self, initial: Tensor | None) -> Tensor | None:
-        """The states ``[P, H, K, V]`` that enter segments; None: all are zero."""
+        """The states ``[P, H, K, V]`` that enter segments, from the ``initial`` states
+        of sequences; None: all are zero."""
         if self.S_passes is None:
             return entering_states(self.local, self.through, self.segments, initial)
         return kernels().correct_initial_states(
@@ -204,8 +206,8 @@ def run_forward(
     """Return ``o``, the states at chunks if ``output_h``, and the states that leave
     sequences if ``output_final_state``.
 
-    ``states_in`` are the states that enter segments; None means zero. ``g_sum``, ``A``:
-    see :class:`SavedTensors`.
+    ``states_in`` are the states that enter segments; None means zero. ``g_sum`` are the
+    sums of the log-decay, ``A`` the inverses of :class:`SavedTensors`.
     """
     boundaries = _boundaries_of(segments)
     return kernels().fused_gdr_fwd(
@@ -258,7 +260,8 @@ def gradients(
     enter segments; ``d_states_out`` are the gradients of the states that leave
     segments. ``states_at_chunks`` are the states before every chunk, computed here if
     None. With ``overwrite_d_states_out`` the kernel may write over ``d_states_out``.
-    ``g_sum``, ``A``: see :class:`SavedTensors`.
+    ``g_sum`` are the sums of the log-decay, ``A`` the inverses of
+    :class:`SavedTensors`.
     """
     flash_qla = kernels()
     boundaries = _boundaries_of(segments)

@@ -418,8 +418,12 @@ class _SolveAndPassStates(torch.autograd.Function):
         group: ChunkGroup,
         pass_states: bool,
     ):
-        """Tensors and flags as in :class:`_Products` and :func:`run_group`; ``u`` is
-        ``[b, C, V]``. The letters are those of the module's docstring."""
+        """Solve and pass the states, with the letters of the module's docstring.
+
+        ``A`` is ``[b, C, C]``, ``u [b, C, V]``, ``e_in`` and ``k_out [b, C, K]``,
+        ``decay [b, 1 or K, 1]``. ``A`` and ``e_in`` are None if nothing is erased. The
+        other arguments are those of :func:`run_group`.
+        """
         H, K, V = initial.shape[1:]
         y = u
         # [n + 1, H, K, V], in the form that ``group.pass_states`` takes

@@ -5,6 +5,8 @@
 S is the state before a chunk, and S_next the state after it. k are the keys, decayed to
 the chunk's end. u are the values that the chunk writes if S is zero, and ``u - w S``
 the values that it writes for any S. Each subclass computes w and u by its own kernels.
+The argument ``call`` of a method is a forward or a backward, with its ``inputs`` and
+fla's arguments for the ``boundaries``.
 """
 
 from __future__ import annotations

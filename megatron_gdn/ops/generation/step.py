@@ -204,8 +204,8 @@ def _decode_token_in_torch(
     """The twin of :func:`.step_kernels.decode_token_in_slots` in plain torch.
 
     Returns o ``[N, 1, H, V]`` for ``row [1, N, P]``. Overwrites ``memory``; writes the
-    new memory also to ``after``, unless it is None. ``parameters``: as in
-    :class:`..front.table.Front`.
+    new memory also to ``after``, unless it is None. ``parameters`` are the
+    convolution's weight and bias, A_log and dt_bias, for Mamba2 also D.
     """
     table = front.table
     layout = front.layout

@@ -69,7 +69,7 @@ def front_backward_tile(
     tokens: int, widest_head: int, has_history: bool = False
 ) -> FrontTile:
     """The tile of the front's backward, where a thread needs some twenty registers per
-    channel; ``tokens`` and ``widest_head`` as in :func:`front_forward_tile`.
+    channel. ``tokens``: S times B. ``widest_head``: the columns of the widest head.
 
     With at most 96 registers per thread, five programs of four warps fit on a
     multiprocessor; without this limit, four fit. With a history

@@ -133,8 +133,11 @@ class PlainReadout:
         *,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Apply norm and gate to ``o [B, S, H, V]``, as :meth:`Readout.forward`; the
-        result is ``[S, B, H V]``. If gamma is None, only the gate is applied."""
+        """Apply the norm and the gate in ``rows [S, B, P]`` to ``o [B, S, H, V]``.
+
+        The result is ``[S, B, H V]``, written to ``out`` if given. If gamma is None,
+        only the gate is applied.
+        """
         y = self._norm_and_gate(*self._wide_inputs(o, rows, gamma))
         if out is None:
             return y.to(rows.dtype).contiguous()
@@ -148,8 +151,9 @@ class PlainReadout:
         gamma: Tensor | None,
         d_rows: Tensor,
     ) -> tuple[Tensor, Tensor | None]:
-        """Gradients of o and gamma from ``d_out [S, B, H V]``, as
-        :meth:`Readout.backward`; the forward runs again under autograd."""
+        """Gradients of o and gamma from ``d_out [S, B, H V]``; the forward runs again
+        under autograd. The gate's gradient is written to its columns of
+        ``d_rows [S, B, P]``."""
         inputs = self._wide_inputs(o, rows, gamma)
         # the gradients of o, of the gate and, if there is a norm, of gamma
         found = gradients(self._norm_and_gate, inputs, d_out.to(inputs[0].dtype))
@@ -262,8 +266,8 @@ class SplitReadout:
         *,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Run both steps, as :meth:`Readout.forward`; all heads must be on this
-        rank."""
+        """Run both steps on ``o [B, S, H, V]``; the result is ``[S, B, H V]``, written
+        to ``out`` if given. All heads must be on this rank."""
         y = self.second_step(self.first_step.forward(o, rows, gamma), rows)
         if out is None:
             return y

@@ -49,8 +49,8 @@ class TritonReadout(PlainReadout):
         *,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Apply norm and gate to ``o [B, S, H, V]`` in one launch, as
-        :meth:`.base.Readout.forward`; the result is ``[S, B, H V]``."""
+        """Apply the norm and the gate in ``rows [S, B, P]`` to ``o [B, S, H, V]`` in
+        one launch. The result is ``[S, B, H V]``, written to ``out`` if given."""
         assert gamma is not None
         S, B, _ = rows.shape
         H, V = o.shape[2:]
@@ -72,12 +72,11 @@ class TritonReadout(PlainReadout):
         *,
         tile: RowTile | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Gradients of o and gamma from ``d_out [S, B, H V]``, as
-        :meth:`.base.Readout.backward`.
+        """Gradients of o and gamma from ``d_out [S, B, H V]``.
 
-        One launch writes d_o, the gate's columns of ``d_rows`` and partial sums of
-        d_gamma; :func:`sum_rows` adds the partial sums. ``tile`` replaces the tile of
-        :mod:`..kernels.tiles` in tuning and tests.
+        One launch writes d_o, the gate's gradient to its columns of ``d_rows``, and
+        partial sums of d_gamma; :func:`sum_rows` adds the partial sums. ``tile``
+        replaces the tile of :mod:`..kernels.tiles` in tuning and tests.
         """
         assert gamma is not None
         S, B, _ = rows.shape

@@ -175,8 +175,8 @@ class RuleBackward(_RuleCall):
         """The gradients of the inputs, as :meth:`run` gives them, and of the initial
         states.
 
-        ``maps()`` computes the forward's state maps; it is called only if ``d_final``
-        is not None.
+        ``initial`` and ``d_final`` are ``[N, H, K, V]`` or None (zeros). ``maps()``
+        computes the forward's state maps; it is called only if ``d_final`` is not None.
         """
         d_initial = self.d_initial()
         if d_final is not None:

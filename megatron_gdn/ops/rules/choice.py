@@ -128,7 +128,8 @@ def _require_named_rule(
     The other arguments are those of :func:`choose`.
 
     Raises:
-        ValueError, ImportError: as :func:`choose` does.
+        ValueError: the rule cannot run here, or cannot promise ``bits``.
+        ImportError: the rule's package is missing, too old, or computes wrong results.
     """
     if rule.name == "reference":  # it runs everywhere and keeps every promise
         return "requested"

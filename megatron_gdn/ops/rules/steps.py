@@ -205,7 +205,8 @@ class RuleOfSteps(Rule):
         initial: Tensor | None,
     ) -> RuleOutput:
         """Run the inner rule's forward again over rows; return ``o`` of each token's
-        last row."""
+        last row. The arguments are those of :meth:`Rule.recompute`, with ``inputs`` of
+        tokens."""
         steps = self.steps
         row_documents = documents_of_steps(documents, steps)
         output = self.rule.recompute(

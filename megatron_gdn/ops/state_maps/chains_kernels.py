@@ -129,8 +129,8 @@ def follow_chains_on_gpu(
     compose: bool = False,
 ) -> Tensor:
     """Write the states or maps of :func:`.state_map.follow_chains` to ``out`` by one
-    launch. ``table`` is ``ChainSteps.table``; the other arguments are those of that
-    function."""
+    launch, from the maps ``local [P, H, K, V]`` and ``through [P, H, K, K]``. ``table``
+    is ``ChainSteps.table``; the other arguments are those of that function."""
     N, L, _ = table.shape
     _, H, K, V = local.shape
     X = out.shape[3]

@@ -273,8 +273,8 @@ def _steps_to_ends(chains: Sequence[range], device: torch.device) -> ChainSteps:
 
 def _steps_to_segments(chains: Sequence[range], device: torch.device) -> ChainSteps:
     """Steps ``(target, map)`` that write the state before segment p to index p of the
-    output. The map of a chain's last segment is not applied. ``chains`` as in
-    :func:`_steps_to_ends`."""
+    output. The map of a chain's last segment is not applied. A chain has a sequence's
+    segments in the order in which their maps are applied."""
     steps = []
     for chain in chains:
         writes = [(segment, segment) for segment in chain[:-1]]
