@@ -59,12 +59,12 @@ from .generation import (
     prefill_requests,
     state_shapes_per_request,
 )
-from .graphs import check_layer_graph, refuse_packed
+from .graphs import check_layer_graph, refuse_replayed_boundaries
 from .hooks import read_conv_module
 from .loader_layout import LoaderLayout
 from .micro_batch import ChooseRule, MicroBatch, MicroBatchPlanner
 from .options import MixerOptions
-from .out_norm import readout_norm
+from .out_norm import norm_for_stages
 from .precision import SeparatelyShardedFp32
 from .rotary_lengths import explain_rotary_lengths
 from .tensor_parallel import (
@@ -325,7 +325,7 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
             cp_group = cp_group_of(self, pg_collection, context)
         graphs = self.may_be_captured and self._config.cuda_graph_impl != "none"
         if graphs and packed_seq_params is not None and context is None:
-            refuse_packed(self._config, packed_seq_params)
+            refuse_replayed_boundaries(self._config, packed_seq_params)
         # If the input needed no gradient, a checkpoint would give the parameters no
         # gradient. Inside of a checkpoint the layer is computed again anyway.
         trains = self.training and hidden_states.requires_grad
@@ -481,7 +481,7 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
                 # out_proj saves these rows
                 refilled.remember_sent(mixed, batch.passage.from_stages)
         readout = stages.readout
-        if isinstance(readout, SplitReadout) and readout.after_exchange:
+        if isinstance(readout, SplitReadout) and readout.second_step_after_exchange:
             mixed = readout.second_step(mixed, rows if own_rows is None else own_rows)
         return mixed, refilled
 
@@ -531,7 +531,7 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
         if self.tp_size > 1:
             group = self.norm_group
         activation = self.output_gate_activation
-        return readout_norm(self.out_norm, group, scheme.layout, activation)
+        return norm_for_stages(self.out_norm, group, scheme.layout, activation)
 
     @property
     def config(self) -> TransformerConfig:

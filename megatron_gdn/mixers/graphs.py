@@ -185,7 +185,9 @@ def check_layer_graph(config: TransformerConfig) -> None:
         )
 
 
-def refuse_packed(config: TransformerConfig, packed: PackedSeqParams) -> None:
+def refuse_replayed_boundaries(
+    config: TransformerConfig, packed: PackedSeqParams
+) -> None:
     """Raise if a graph of the layer would replay the boundaries of ``packed``.
 
     Only documents in fixed buffers, under ``cuda_graph_impl="local"``, may change

@@ -150,7 +150,7 @@ class MambaLayerMixer(RecurrentMixer):
             return SplitReadout(
                 PassThroughReadout(layout.gate_columns, layout.state_heads),
                 lambda o, rows: self.norm(o, rows[..., gate]).contiguous(),
-                after_exchange=True,
+                second_step_after_exchange=True,
             )
         wait_for_parameters(self.norm)
         weight = self.norm.weight
@@ -168,7 +168,9 @@ class MambaLayerMixer(RecurrentMixer):
         if self.config.batch_invariant_mode:
             norm = partial(apply_token_by_token, norm)
         return SplitReadout(
-            PlainReadout(layout.gate_columns), lambda u, _: norm(u), after_exchange=True
+            PlainReadout(layout.gate_columns),
+            lambda u, _: norm(u),
+            second_step_after_exchange=True,
         )
 
 

@@ -57,7 +57,7 @@ def is_plain_norm(module: nn.Module) -> bool:
     )
 
 
-def readout_norm(
+def norm_for_stages(
     module: Any,
     group: dist.ProcessGroup | None,
     layout: Layout,

@@ -50,8 +50,8 @@ def mix(
         refilled: frees the result after out_proj's forward, and fills it again before
             out_proj's backward; None: the result is kept.
 
-    If the readout is a :class:`SplitReadout` with ``after_exchange``, the caller must
-    run its ``second_step`` after the exchange of heads.
+    If the readout is a :class:`SplitReadout` with ``second_step_after_exchange``, the
+    caller must run its ``second_step`` after the exchange of heads.
     """
     rule = stages.rule
     parameters = stages.parameters
@@ -99,7 +99,7 @@ def mix(
         # one, and front, rule and readout do not run.
         width = readout.gate_columns.stop - readout.gate_columns.start
         mixed = output_without_tokens(rows, *parameters, width=width)
-    if split_readout is None or split_readout.after_exchange:
+    if split_readout is None or split_readout.second_step_after_exchange:
         return mixed
     if refilled is None:
         return split_readout.second_step(mixed, rows)

@@ -109,7 +109,7 @@ def test_a_call_that_waits_for_all_heads_is_not_made_by_the_mixer():
     never = SplitReadout(
         PassThroughReadout(layout.gate_columns, layout.state_heads),
         lambda *_: 1 / 0,
-        after_exchange=True,
+        second_step_after_exchange=True,
     )
     weight = torch.randn(layout.conv_width, 1, toy_mixer.TAPS)
     stages = toy_stages(

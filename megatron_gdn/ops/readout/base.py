@@ -250,9 +250,8 @@ class SplitReadout:
     first_step: Readout
     # (mixed [S, B, H V], rows [S, B, P]) -> [S, B, H V]
     second_step: Callable[[Tensor, Tensor], Tensor]
-    # Whether the second step runs after an exchange that gives this rank all heads of
-    # its tokens.
-    after_exchange: bool = False
+    # The exchange gives this rank all heads of its tokens.
+    second_step_after_exchange: bool = False
 
     @property
     def gate_columns(self) -> slice:
