@@ -250,7 +250,8 @@ class SplitReadout:
     first_step: Readout
     # (mixed [S, B, H V], rows [S, B, P]) -> [S, B, H V]
     second_step: Callable[[Tensor, Tensor], Tensor]
-    # The exchange gives this rank all heads of its tokens.
+    # Whether the second step runs after an exchange of heads, which gives this rank all
+    # heads of its tokens.
     second_step_after_exchange: bool = False
 
     @property
