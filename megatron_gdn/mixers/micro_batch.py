@@ -150,8 +150,8 @@ class MicroBatchPlanner:
         self.use_group(group)
 
     def __deepcopy__(self, memo: dict[int, object]) -> MicroBatchPlanner:
-        """A copy for a copied layer: the same groups, but no stored schemes and
-        micro-batches."""
+        """A copy for a copied layer: the same groups, but a layer number of its own,
+        and no stored schemes and micro-batches."""
         other = copy.copy(self)
         other._config = copy.deepcopy(self._config, memo)
         other._loader_layout = copy.deepcopy(self._loader_layout, memo)

@@ -123,8 +123,9 @@ class FlashQlaBackward(RuleBackward):
         saved: SavedForBackward,
         documents: Documents | None,
     ) -> None:
-        """Take the segments and tensors from ``saved``. After a forward on the grid,
-        which cut nothing, cut the sequences now."""
+        """Take the segments and tensors from ``saved``. A forward on the grid cuts
+        nothing; its backward cuts the sequences here, so that segments run in
+        parallel."""
         super().__init__(rule, d_o, inputs, saved, documents)
         self._segments = saved.other_values
         self._saved_tensors = SavedTensors._make(saved.tensors)

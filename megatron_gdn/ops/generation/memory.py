@@ -185,8 +185,8 @@ class MemoryShape(NamedTuple):
         return self.heads, self.rows, self.columns
 
     def zeros(self, sequences: int, dtype: torch.dtype, device: torch.device) -> Memory:
-        """The memory of new sequences, without slots; ``dtype`` is that of the
-        projection rows.
+        """The memory of as many new ``sequences``, without slots; ``dtype`` is that of
+        the projection rows.
 
         States are in fp32, or in fp64 for fp64 rows.
         """
