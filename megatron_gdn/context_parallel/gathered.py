@@ -48,6 +48,7 @@ class LocalDocument(NamedTuple):
         position = self.row_positions
         if position is None:
             position = torch.arange(self.end_row - self.first_row, device="cpu")
+        # The earlier keys come first, and every row sees them.
         position = position.to(device, non_blocking=True) + earlier_count
         key_count = earlier_count + self.end_key - self.first_key
         key = torch.arange(key_count, device=device)

@@ -138,7 +138,7 @@ def map_exchange_traffic(
     else:
         nodes_per_rank = 2
     rank_bytes = nodes_per_rank * chains * state.map_bytes
-    # Maps are sent, states come back.
+    # Maps are sent, states come back; a rank sends itself nothing.
     exchanged_bytes = (1 + state.columns / state.map_columns) * rank_bytes
     return (cp_size - 1) / cp_size * exchanged_bytes, nodes_per_rank * cp_size
 

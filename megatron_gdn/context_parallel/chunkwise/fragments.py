@@ -208,7 +208,8 @@ def _piece_boundaries(
     if partition.layout is SequenceLayout.ZIGZAG:
         begins = local_begin.T  # every fragment is one piece
     else:
-        # A document without tokens in the fragment gives an empty piece at the
+        # [h, N + 1]: where each document begins in each of this rank's h fragments. A
+        # document without tokens in the fragment gives an empty piece at the
         # fragment's begin or end; keep_documents leaves empty pieces out.
         offset = torch.minimum((starts - begin).clamp(min=0), end - begin)
         begins = local_begin + offset

@@ -2,7 +2,7 @@
 
 A convolution of W taps reads the W - 1 rows before a piece, the piece's *history*. A
 piece that continues a document begins a fragment, so its history is in earlier
-fragments (nodes) of a chain:
+fragments (*nodes*) of the same *chain* (:mod:`.fragments`):
 
     node j - k sends its last W - k rows to node j,   k = 1 .. W - 1
 
@@ -97,7 +97,7 @@ def _make_history_route(
     if not (history_len and any_document_is_cut(documents, partition)):
         return None
     if partition.layout is SequenceLayout.ZIGZAG:
-        chains = documents.max_filled
+        chains = documents.max_filled  # each document is a chain
     else:
         chains = 1
     sendable = _candidate_rows(partition, chains, history_len, sending=True)

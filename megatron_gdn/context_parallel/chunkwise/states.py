@@ -206,6 +206,8 @@ def _paths_of(documents: Documents, partition: SequencePartition) -> StatePaths:
         return StatePaths(ranks, (every_node,))
     fragments = fragments_of(documents, partition)
     paths: list[list[int]] = []
+    # [:, 0]: the buffer is the only chain. The state that enters node j comes from node
+    # j - 1. It begins there, unless a state passes node j - 1.
     for j in fragments.state_enters[:, 0].nonzero().flatten().tolist():
         if paths and fragments.state_passes[j - 1, 0]:
             paths[-1].append(j)
@@ -252,7 +254,7 @@ def _node_tensors(
         :class:`NodeMasks`."""
         return of_nodes(x, nodes).reshape(-1, 1, 1, 1)
 
-    cuts = (~fragments.state_passes[:, 0]).int()
+    cuts = (~fragments.state_passes[:, 0]).int()  # read only if there is one chain
     return _NodeTensors(
         exit_pieces=pieces_at(of_nodes(last_token, sending)),
         entry_pieces=pieces_at(of_nodes(first_token, receiving)),
