@@ -101,7 +101,7 @@ class _MapRoute(NamedTuple):
 
 
 @cached_by_stream(64)
-def _route_of(
+def _map_route(
     paths: StatePaths, M: int, ranks: int, rank: int, device: torch.device
 ) -> _MapRoute:
     """The route of ``rank``, one of ``ranks``, for M states; ``chain_steps`` are on
@@ -182,7 +182,7 @@ def states_entering_nodes(
     """
     _, M, K, V = local.shape
     rank = group.rank()
-    route = _route_of(paths, M, group.size(), rank, local.device)
+    route = _map_route(paths, M, group.size(), rank, local.device)
     if route.is_direct:
         rows = local.flatten(0, 1)
         states = exchange_rows(

@@ -118,7 +118,7 @@ def _make_state_table(
         return None
     pieces = pieces_of(documents, partition)
     N = pieces.sequences
-    paths = _paths_of(documents, partition)
+    paths = _state_paths(documents, partition)
     sending = paths.sending_nodes_of(partition.rank)
     receiving = paths.receiving_nodes_of(partition.rank)
     # on the host, which reads the tensors below; for fixed buffers on the device
@@ -196,7 +196,7 @@ def _exit_of_each_entry(
     return to_device(indices.flatten(), device)
 
 
-def _paths_of(documents: Documents, partition: SequencePartition) -> StatePaths:
+def _state_paths(documents: Documents, partition: SequencePartition) -> StatePaths:
     """The paths of states along a chain. In zigzag each document has tokens in all
     nodes, so there is one path through all nodes. The same path is taken if the host
     does not know where documents are cut."""

@@ -44,8 +44,8 @@ class Headwise(Scheme):
         assert self._projection_shares.rank_widths == self.layout.widths
         self._output_shares = HeadShares.even(self.size, (layout.mixed_width,))
         # of each section of a projection row: its width, the number of copies
-        self._width_of = dict(zip(layout.names, layout.widths, strict=True))
-        self._copies_of = dict(zip(layout.names, copies, strict=True))
+        self._section_widths = dict(zip(layout.names, layout.widths, strict=True))
+        self._section_copies = dict(zip(layout.names, copies, strict=True))
         self._rank = group.rank()
         # by a parameter's length and the names of its sections
         self._parameter_shares: dict[tuple, tuple[HeadShares, ColumnBlock | None]] = {}
@@ -100,8 +100,8 @@ class Headwise(Scheme):
         if names is None:
             shares = HeadShares.even(self.size, (length,))
         else:
-            widths = tuple(self._width_of[name] for name in names)
-            copies = tuple(self._copies_of[name] for name in names)
+            widths = tuple(self._section_widths[name] for name in names)
+            copies = tuple(self._section_copies[name] for name in names)
             if len(names) == 1:
                 widths = (length,)  # the parameter may have an entry per head
             shares = HeadShares(self.size, widths, copies)

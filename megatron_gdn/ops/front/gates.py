@@ -36,7 +36,7 @@ def decay(x: Tensor, A_log: Tensor, low: float, high: float) -> tuple[Tensor]:
 def bounded_decay(x: Tensor, A_log: Tensor, low: float, high: float) -> tuple[Tensor]:
     """The log-decay ``low sigmoid(exp(A_log) x)``, which lies between ``low`` and 0;
     ``high`` is not read."""
-    return (low * sigmoid(_rate(A_log) * x),)
+    return (low * sigmoid(_decay_rate(A_log) * x),)
 
 
 def time_step(
@@ -54,13 +54,13 @@ def strength(x: Tensor, A_log: Tensor | None, low: float, high: float) -> tuple[
     return (sigmoid(x) * high,)
 
 
-def _rate(A_log: Tensor) -> Tensor:
+def _decay_rate(A_log: Tensor) -> Tensor:
     """``exp(A_log)``, with A_log clamped at its upper bound."""
     return A_log.clamp(max=largest_A_log(A_log.dtype)).exp()
 
 
 def _log_decay(dt: Tensor, A_log: Tensor) -> Tensor:
-    return (-_rate(A_log) * dt).clamp(min=least_log_decay(dt.dtype))
+    return (-_decay_rate(A_log) * dt).clamp(min=least_log_decay(dt.dtype))
 
 
 def decay_and_write_gates(

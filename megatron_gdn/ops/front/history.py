@@ -175,7 +175,7 @@ def _history_table(
     return HistoryTable.build(first, counts, before, sent, sum(lengths), device)
 
 
-class _LastRows(NamedTuple):
+class _LastRowIndices(NamedTuple):
     """Where the last p rows of N sequences are, as flat tensors ``[N p]``.
 
     A sequence's old rows are the p rows before its new tokens.
@@ -189,7 +189,7 @@ class _LastRows(NamedTuple):
 @cached_by_stream(32)
 def _last_row_indices(
     lengths: tuple[int, ...], past: int, device: torch.device
-) -> _LastRows:
+) -> _LastRowIndices:
     """Where the last ``past`` rows of each sequence are, after ``lengths`` new tokens.
 
     For each row, only one of ``new_index`` and ``old_index`` is used. The other is
@@ -203,7 +203,7 @@ def _last_row_indices(
     first_old = torch.arange(len(lengths), device="cpu")[:, None] * past
     old_index = first_old + (position + past).clamp(max=past - 1)
     is_new = position >= 0
-    return _LastRows(
+    return _LastRowIndices(
         to_device(is_new.flatten(), device),
         to_device(new_index.flatten(), device),
         to_device(old_index.flatten(), device),

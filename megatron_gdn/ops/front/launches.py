@@ -277,7 +277,7 @@ def _forward_launch(
     of their own. ``has_bias``: the convolution has a bias. ``packed``: the rows are of
     several documents. ``has_history``: there are rows before the first tokens.
     """
-    tile = front.tile or front_forward_tile(S * B, _widest_head(front))
+    tile = front.tile or front_forward_tile(S * B, _widest_head_columns(front))
     # Triton computes offsets inside a tile with 32 bits. The offsets in the rows and in
     # every output must fit.
     tile = tile_of_32_bit_offsets(
@@ -349,7 +349,9 @@ def _backward_plan(
     for of_gradient, of_input in zip(d_heads, heads, strict=True):
         assert of_gradient % of_input == 0, (d_heads, heads)
         summed_heads.append(of_gradient // of_input)
-    tile = front.tile or front_backward_tile(S * B, _widest_head(front), has_history)
+    tile = front.tile or front_backward_tile(
+        S * B, _widest_head_columns(front), has_history
+    )
     tile = within_grid(tile, S, B)
     gradient_widths = [
         summed * width
@@ -397,7 +399,7 @@ def _backward_plan(
     return _BackwardPlan(launch, tiles, columns)
 
 
-def _widest_head(front: TritonFront) -> int:
+def _widest_head_columns(front: TritonFront) -> int:
     """The number of columns of the widest convolved head."""
     widths = []
     for part in front.table.convolved_sections:
