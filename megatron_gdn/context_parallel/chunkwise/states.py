@@ -407,7 +407,7 @@ class StateExchange:
         ``local`` of the maps of gradients. ``kept``: as :meth:`forward_states` gave it.
         """
         table = self._table
-        d_local = self._no_maps.local
+        d_local = self._no_maps.local  # empty, if no state enters this rank's nodes
         if table.receiving_nodes:
             enters = None
             if table.masks is not None:

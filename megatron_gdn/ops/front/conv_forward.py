@@ -171,8 +171,8 @@ def meets_a_boundary(
 ):
     """Whether a tile of ``tokens`` tokens from ``start`` on needs masks.
 
-    It does if the tile, or the W - 1 tokens on either side of it, contain a boundary of
-    documents or an end of the sequence. Few tiles of a long sequence do.
+    It needs masks if the tile, or the W - 1 tokens on either side of it, contain a
+    boundary of documents or an end of the sequence. In a long sequence few tiles do.
     ``position_ptr`` [S], read if PACKED: each token's position in its document.
     """
     # one past the last token that the tile reads
