@@ -245,7 +245,8 @@ def _exchange_to_sequence(hp_rows: Tensor, exchange: HeadExchange) -> Tensor:
         received = messages = hp_rows.new_empty(
             peers, wave.size, B, exchange.rank_width
         )
-        if exchange.sends_fragments(wave):  # which receives into ``messages``
+        if exchange.sends_fragments(wave):
+            # The transfers receive into ``messages``.
             works = _send_fragments(exchange, wave, messages, hp_rows, to_heads=False)
         else:
             beside_transfer = wave is not exchange.waves[0]
