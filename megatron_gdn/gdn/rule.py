@@ -92,8 +92,8 @@ class FlaGDN(FlaDeltaRule):
         ``chunk_gated_delta_rule_bwd_dhu``, for the gradients of the states.
 
         :meth:`FlaDeltaRule.d_states` calls fla's function, and adds do, h0, dht, scale
-        and the boundaries. dv ``[B, S, H, V]`` is the part of the gradient of the
-        values written to the state that comes from d_o of the same chunk.
+        and the boundaries. dv ``[B, S, H, V]`` is a part of the gradient of the values
+        written to the state: the part that d_o of the same chunk gives.
         """
         q, k, v, _, beta = call.inputs
         g_sum, A = call.kept_tensors

@@ -81,7 +81,8 @@ class MambaLayerMixer(RecurrentMixer):
         pg_collection: ProcessGroupCollection | None = None,
         **kwargs: object,
     ) -> tuple[Tensor, Tensor | None]:
-        """The forward of the base, which also checks the mask of the MambaLayer."""
+        """The forward of :class:`RecurrentMixer`. Without an ``attention_mask`` it
+        checks the mask of the MambaLayer around this mixer."""
         if attention_mask is None:
             mask = self.mask_of_layer
         else:
@@ -199,7 +200,7 @@ class GroupedRMSNorm(nn.Module):
         mark_sharded(self.weight, (channels,))
 
     def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
-        """y for ``x`` and ``gate`` ``[..., channels]``; None: u = x."""
+        """y for ``x`` and ``gate`` ``[..., channels]``; without a gate u is x."""
         if gate is None:
             return grouped_rms_norm(x, self.weight, self.groups, self.eps)
         wide = torch.promote_types(x.dtype, torch.float32)

@@ -63,8 +63,8 @@ class FlaDeltaRule(FlaRule):
     w, u and the sums of g: ``g``, or ``gk`` if g has a value per channel."""
 
     # A method of each subclass, called with a FlaBackward. It returns arguments for
-    # fla's `chunk_gated_delta_rule_bwd_dhu`: q, k, w, the sums of g, and dv. dv is the
-    # part of the gradient of ``u - w S`` that comes from d_o of the same chunk.
+    # fla's `chunk_gated_delta_rule_bwd_dhu`: q, k, w, the sums of g, and dv. dv is a
+    # part of the gradient of ``u - w S``: the part that d_o of the same chunk gives.
     # `d_states` adds the other arguments.
     d_states_arguments: Callable[..., dict[str, Tensor]]
 

@@ -217,8 +217,9 @@ def _try_to_lock(file: int) -> bool:
     """Try to lock the descriptor ``file``; False only if another process holds the
     lock.
 
-    True also if the file system has no locks; then every process compiles. The file
-    then names this process, for :func:`_holder_of`.
+    The result is True also if the file system has no locks; then every process
+    compiles. If the result is True, the file names this process, for
+    :func:`_holder_of`.
     """
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
