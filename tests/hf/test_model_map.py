@@ -4,6 +4,8 @@ import dataclasses
 from types import SimpleNamespace
 
 import pytest
+import torch
+from torch import nn
 
 from megatron_gdn.hf import megatron_model, parse_hf_config
 from megatron_gdn.hf.model_map import model_maps
@@ -138,3 +140,23 @@ def test_a_load_names_what_it_leaves_out(left_out, monkeypatch, caplog):
     told = "2 tensors of the Qwen3_5ForCausalLM are not part of a Megatron text model"
     assert (told in caplog.text) is bool(left_out)
     assert not left_out or "the first mtp.fc.weight" in caplog.text
+
+
+def test_a_load_names_what_it_rounds(monkeypatch, caplog):
+    params = {name: nn.Parameter(torch.zeros(1)) for name in "abc"}
+    entry = SimpleNamespace(sources=[])
+    for name, made in {
+        "SafetensorsFolder": None,
+        "read_hf_config": parse_hf_config(CONFIG),
+        "_plan_model": (SimpleNamespace(passthrough_keys=[]), params),
+        "_check_source_tensors": None,
+        "_match_maps_to_parameters": [(entry, list(params))],
+        "_local_shard": None,
+    }.items():
+        monkeypatch.setattr(megatron_model, name, lambda *_, made=made: made)
+    monkeypatch.setattr(
+        megatron_model, "_copy_values", lambda param, _: param is params["a"]
+    )
+    megatron_model.load_hf_weights(None, "folder")
+    told = "2 parameters have a narrower dtype than their file and were rounded"
+    assert f"{told}, the first b." in caplog.text

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_gdn import GDNDims
+from megatron_gdn.gdp.sizes import GDPDims
 from megatron_gdn.mamba2.sizes import (
     Mamba2Dims,
     refuse_unsupported_arguments,
@@ -187,6 +188,18 @@ def test_a_caller_of_either_kind_catches_a_wrong_size():
         require_multiple_of_key_heads(3, 8)
     with pytest.raises(SizeError, match="=3 cannot split 4 key heads"):
         gdn_dims(24, 4, 8, 8, 12).shard(3)
+    product = GDPDims(
+        hidden_size=24,
+        num_heads=12,
+        num_groups=4,
+        head_dim=8,
+        state_dim=8,
+        conv_kernel_dim=4,
+        num_householder=2,
+    )
+    assert product.shard(2).num_groups == 2
+    with pytest.raises(SizeError, match="=3 cannot split 4 groups of 12 heads"):
+        product.shard(3)
 
 
 # z | x | B | C | dt: convolved sections in the middle, and more heads than groups.

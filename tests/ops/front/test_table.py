@@ -1,5 +1,6 @@
 """A front by its table: gates at the ends of their range, gradients of value heads."""
 
+import random
 from dataclasses import replace
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from megatron_gdn.gdn.front import gdn_table
 from megatron_gdn.ops.delta_rule.base import HeadSizes, RuleGrads
 from megatron_gdn.ops.front import gates
+from megatron_gdn.ops.front.history import HistoryTable
 from megatron_gdn.ops.front.plain import PlainFront, front_of
 from megatron_gdn.ops.obstacles import log_obstacle_once
 from tests.ops.test_mixer import make_inputs
@@ -82,3 +84,20 @@ def test_a_gate_without_a_triton_twin_runs_in_torch_on_a_gpu_and_the_log_says_so
         ValueError, match="kernels='triton': the gates beta .* Write them, or use"
     ):
         front_of(ours, "cuda", torch.float32, 4, "triton")
+
+
+def test_the_gradients_that_return_for_a_token_are_added_in_the_order_of_its_rows():
+    """A sort that is not stable keeps the order of few rows by luck."""
+    drawn = random.Random(1)
+    sent = [drawn.randrange(40) for _ in range(3000)]
+    table = HistoryTable.build(
+        first=torch.tensor([0]),
+        count=torch.tensor([40]),
+        before=torch.full((1, 3), -1),
+        sent=torch.tensor(sent),
+        tokens=40,
+        device=torch.device("cpu"),
+    )
+    for token, *sources in table.gradient_additions.tolist():
+        expected = [number for number, other in enumerate(sent) if other == token]
+        assert [source for source in sources if source >= 0] == expected
