@@ -41,8 +41,8 @@ from ..kernels.tiles import MOST_PROGRAMS, block_dim, require_32_bits
 type MemoryTensors = tuple[Tensor, Tensor, Tensor | None]
 
 # columns of a state per program; few, so that one sequence has many programs
-_BLOCK_V = 32
-_EPS = 1e-6  # the same as in :func:`..elementwise.l2norm`
+_COLUMNS_OF_PROGRAM = 32
+_L2NORM_EPS = 1e-6  # the same as in :func:`..elementwise.l2norm`
 
 
 def decode_token_in_slots(
@@ -162,7 +162,7 @@ def _step_launches(
         strides[0],
         after_strides[0],
         layout.conv_columns.start,
-        _EPS,
+        _L2NORM_EPS,
         W=taps,
         HISTORY_ROWS=history_rows,
         BLOCK_V=block_dim(V),
@@ -171,7 +171,7 @@ def _step_launches(
         num_warps=1,
         **shape,
     )
-    block_v = min(_BLOCK_V, block_dim(V))
+    block_v = min(_COLUMNS_OF_PROGRAM, block_dim(V))
     step = Launch(
         state_step_kernel,
         (triton.cdiv(V, block_v), H, N),

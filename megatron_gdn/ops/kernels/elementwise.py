@@ -13,7 +13,7 @@ LARGEST_A_LOG = tl.constexpr(largest_A_log(torch.float32))
 LEAST_LOG_DECAY = tl.constexpr(least_log_decay(torch.float32))
 # Whether PTX can run. Triton's interpreter, which Triton chooses at import, cannot run
 # PTX.
-_PTX = tl.constexpr(not triton.knobs.runtime.interpret)
+_CAN_RUN_PTX = tl.constexpr(not triton.knobs.runtime.interpret)
 _MINUS_LOG2_E = tl.constexpr(-1.4426950408889634)
 
 
@@ -24,7 +24,7 @@ def sigmoid(x):
 
     This sigmoid takes four instructions. Triton's own exp and division would take ten.
     """
-    if _PTX:
+    if _CAN_RUN_PTX:
         e = tl.inline_asm_elementwise(
             "ex2.approx.ftz.f32 $0, $1;",
             "=f,f",

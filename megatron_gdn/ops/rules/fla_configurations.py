@@ -55,7 +55,7 @@ FIXED_CONFIGURATIONS: dict[str, Configuration] = {
 }
 
 # the packages of fla with kernels that rules call
-_PACKAGES = (
+_KERNEL_PACKAGES = (
     "fla.ops.common",
     "fla.ops.cp",
     "fla.ops.gated_delta_rule",
@@ -93,14 +93,14 @@ class _TunedKernel(NamedTuple):
 
 @cache
 def tuned_kernels() -> tuple[_TunedKernel, ...]:
-    """Each kernel of ``_PACKAGES`` that fla would time, in the modules that are
+    """Each kernel of ``_KERNEL_PACKAGES`` that fla would time, in the modules that are
     imported now. A rule has imported fla before, whose layers import all these
     packages."""
     from triton.runtime.autotuner import Autotuner
 
     found: dict[int, Any] = {}  # by id, since several modules may have a kernel
     for name, module in list(sys.modules.items()):
-        if not name.startswith(_PACKAGES):
+        if not name.startswith(_KERNEL_PACKAGES):
             continue
         for value in vars(module).values():
             while not isinstance(value, Autotuner) and hasattr(value, "fn"):
