@@ -52,9 +52,9 @@ if TYPE_CHECKING:
     from .state_dict import StateDict
 
 # Our key for the masters of fp32 parameters in a Float16Optimizer's state dict
-_FP32_MASTERS_KEY = "fp32_params"
+_MASTERS_OF_FP32_KEY = "fp32_params"
 # Megatron's key for the masters of 16-bit parameters
-_HALF_MASTERS_KEY = "fp32_from_fp16_params"
+_MASTERS_OF_16_BIT_KEY = "fp32_from_fp16_params"
 # For LayerWiseDistributedOptimizer: name of an attribute, which lists the parameters of
 # each rank -> name of the process group of these ranks.
 _GROUP_OF_PARAMS_LIST = {"dp_cp_params_list": "dp_cp", "expt_dp_params_list": "expt_dp"}
@@ -108,7 +108,7 @@ def repair_mixed_dtype_optimizers() -> None:
         versions.FP32_PARAMETERS_NOT_STORED: [
             (half, "state_dict", _list_every_master),
             (half, "sharded_state_dict", _store_all_parameters),
-            (half, "load_state_dict", _load_fp32_masters),
+            (half, "load_state_dict", _load_masters_of_fp32),
         ],
         versions.NO_MAIN_GRADS: [
             (half, "_copy_model_grads_to_main_grads", _use_grads_as_main_grads)
@@ -273,9 +273,9 @@ def _store_all_parameters(
     """Wrap ``sharded_state_dict`` (``original``, with these arguments), to store fp32
     parameters too.
 
-    Megatron's method lists 16-bit parameters only. Under _HALF_MASTERS_KEY the result
-    has the masters of 16-bit parameters by group, as Megatron's result has. Under
-    _FP32_MASTERS_KEY it has index in Adam -> master, for each fp32 parameter.
+    Megatron's method lists 16-bit parameters only. Under _MASTERS_OF_16_BIT_KEY the
+    result has the masters of 16-bit parameters by group, as Megatron's result has.
+    Under _MASTERS_OF_FP32_KEY it has index in Adam -> master, for each fp32 parameter.
     """
     if not _mixes_dtypes(optimizer):
         return original(optimizer, model_sharded_state_dict, is_loading, metadata)
@@ -286,21 +286,23 @@ def _store_all_parameters(
         id(parameter) for parameter in _flatten(optimizer.fp32_from_fp32_groups)
     }
     parameters = _flatten(group["params"] for group in optimizer.optimizer.param_groups)
-    state[_FP32_MASTERS_KEY] = {}
+    state[_MASTERS_OF_FP32_KEY] = {}
     half_masters = []
-    masters = _flatten(state[_HALF_MASTERS_KEY])
+    masters = _flatten(state[_MASTERS_OF_16_BIT_KEY])
     for index, (parameter, master) in enumerate(zip(parameters, masters, strict=True)):
         if id(parameter) not in fp32_ids:
             half_masters.append(master)
         elif is_loading:
             # The model's own entry loads into the parameter itself. So the master is
-            # loaded into a copy; later `_load_fp32_masters` puts it in the parameter.
-            state[_FP32_MASTERS_KEY][index] = replace(master, data=master.data.clone())
+            # loaded into a copy, which `_load_masters_of_fp32` copies to the parameter.
+            state[_MASTERS_OF_FP32_KEY][index] = replace(
+                master, data=master.data.clone()
+            )
         else:
-            state[_FP32_MASTERS_KEY][index] = master
+            state[_MASTERS_OF_FP32_KEY][index] = master
     # Megatron's load expects these masters in the groups of the 16-bit parameters.
     rest = iter(half_masters)
-    state[_HALF_MASTERS_KEY] = [
+    state[_MASTERS_OF_16_BIT_KEY] = [
         [next(rest) for _ in group] for group in optimizer.fp32_from_float16_groups
     ]
     return state
@@ -338,17 +340,17 @@ def _fp32_parameters_as_their_own_masters(optimizer: HalfOptimizer) -> Iterator[
 
 
 @torch.no_grad()
-def _load_fp32_masters(
+def _load_masters_of_fp32(
     load: Callable, optimizer: HalfOptimizer, state_dict: StateDict
 ) -> None:
     """Call ``load``, then copy the masters of fp32 parameters from ``state_dict`` into
     the parameters.
 
-    The masters are under _FP32_MASTERS_KEY, or among the masters of 16-bit parameters
-    under _HALF_MASTERS_KEY. ``load`` expects them under neither key, so they are removed
-    from ``state_dict`` first.
+    The masters are under _MASTERS_OF_FP32_KEY, or among the masters of 16-bit parameters
+    under _MASTERS_OF_16_BIT_KEY. ``load`` expects them under neither key, so they are
+    removed from ``state_dict`` first.
     """
-    masters = state_dict.pop(_FP32_MASTERS_KEY, {}) or _take_fp32_masters(
+    masters = state_dict.pop(_MASTERS_OF_FP32_KEY, {}) or _take_masters_of_fp32(
         optimizer, state_dict
     )
     load(optimizer, state_dict)
@@ -366,18 +368,20 @@ def _list_every_master(
 ) -> StateDict:
     """Wrap ``state_dict``: list fp32 parameters too, as their own masters.
 
-    The entry _HALF_MASTERS_KEY lists the masters of all parameters by Adam's groups. If
-    all parameters are 16-bit, Megatron's own entry has this form.
+    The entry _MASTERS_OF_16_BIT_KEY lists the masters of all parameters by Adam's
+    groups. If all parameters are 16-bit, Megatron's own entry has this form.
     """
     state = state_dict(optimizer, *args, **kwargs)
     if _mixes_dtypes(optimizer):
-        state[_HALF_MASTERS_KEY] = [
+        state[_MASTERS_OF_16_BIT_KEY] = [
             list(group["params"]) for group in optimizer.param_groups
         ]
     return state
 
 
-def _take_fp32_masters(optimizer: HalfOptimizer, state: StateDict) -> dict[int, Tensor]:
+def _take_masters_of_fp32(
+    optimizer: HalfOptimizer, state: StateDict
+) -> dict[int, Tensor]:
     """Remove the masters of fp32 parameters from ``state``; return index in Adam ->
     master.
 
@@ -388,7 +392,7 @@ def _take_fp32_masters(optimizer: HalfOptimizer, state: StateDict) -> dict[int, 
         """The shapes of the parameters in each group."""
         return [[p.shape for p in group] for group in groups]
 
-    saved = state.get(_HALF_MASTERS_KEY)
+    saved = state.get(_MASTERS_OF_16_BIT_KEY)
     if saved is None or shapes(saved) == shapes(optimizer.fp32_from_float16_groups):
         return {}  # there are no masters of fp32 parameters
     groups = [group["params"] for group in optimizer.optimizer.param_groups]
@@ -413,7 +417,7 @@ def _take_fp32_masters(optimizer: HalfOptimizer, state: StateDict) -> dict[int, 
                 fp32_masters[index] = master
             index += 1
         half_masters.append(half_masters_of_group)
-    state[_HALF_MASTERS_KEY] = half_masters
+    state[_MASTERS_OF_16_BIT_KEY] = half_masters
     return fp32_masters
 
 
