@@ -18,6 +18,7 @@ from megatron_gdn.compat.torch_linear import DuplicatedLinear
 from megatron_gdn.inference.generate import evaluating
 from megatron_gdn.mixers.fp8 import (
     GatesOutsideFP8,
+    OutsideFP8,
     SectionOutsideFP8,
     keep_unquantised_input,
 )
@@ -142,6 +143,16 @@ def test_generation_is_outside_of_fp8_and_training_in_it_again():
         assert not any(module.te_quant_params for module in modules)
     assert layer.config.fp8 == "hybrid" and layer.training
     assert [module.te_quant_params for module in modules] == given
+
+
+def test_linears_of_gates_compute_in_the_dtype_of_their_weights():
+    layer = layer_of(kda=True)
+    linears = [x for x in layer.modules() if isinstance(x, OutsideFP8)]
+    assert linears
+    for linear in linears:
+        x = torch.randn(16, 1, linear.weight.shape[1])
+        with fp8_on():
+            assert torch.equal(linear(x)[0], x @ linear.weight.t())
 
 
 def test_tokens_that_were_padded_for_fp8_leave_no_gates_behind():

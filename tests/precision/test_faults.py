@@ -7,6 +7,7 @@ part of ``megatron_gdn.compat.mixed_dtype_optimizers`` that it names can go.
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -263,6 +264,24 @@ def test_wrapping_is_reversible():
     restore_mixed_dtype_optimizers()
     assert methods() == before
     repair_mixed_dtype_optimizers()
+
+
+@on_ranks(2)
+def test_a_repair_is_told():
+    """Megatron's optimizer numbers parameters otherwise than Adam; then nothing more is
+    to be told."""
+    from megatron_gdn.compat import mixed_dtype_optimizers as ours
+
+    said = []
+    with parallel(), patch.object(ours, "log_repair", said.append):
+        sharded = build("fully_reshardable").megatron_optimizer
+        said.clear()
+        wrong = dict.fromkeys(sharded.model_param_group_index_map, (0, 0))
+        sharded.model_param_group_index_map = wrong
+        for _ in range(2):
+            ours._order_as_adam(lambda self: None, sharded)
+    (line,) = said
+    assert "places of fp32 and 16-bit parameters were corrected" in line
 
 
 @on_ranks(2)
