@@ -52,9 +52,9 @@ if TYPE_CHECKING:
     from .state_dict import StateDict
 
 # Our key for the masters of fp32 parameters in a Float16Optimizer's state dict
-_MASTERS_OF_FP32_KEY = "fp32_params"
+_KEY_OF_FP32_MASTERS = "fp32_params"
 # Megatron's key for the masters of 16-bit parameters
-_MASTERS_OF_16_BIT_KEY = "fp32_from_fp16_params"
+_KEY_OF_16_BIT_MASTERS = "fp32_from_fp16_params"
 # For LayerWiseDistributedOptimizer: name of an attribute, which lists the parameters of
 # each rank -> name of the process group of these ranks.
 _GROUP_OF_PARAMS_LIST = {"dp_cp_params_list": "dp_cp", "expt_dp_params_list": "expt_dp"}
@@ -273,9 +273,9 @@ def _store_all_parameters(
     """Wrap ``sharded_state_dict`` (``original``, with these arguments), to store fp32
     parameters too.
 
-    Megatron's method lists 16-bit parameters only. Under _MASTERS_OF_16_BIT_KEY the
+    Megatron's method lists 16-bit parameters only. Under _KEY_OF_16_BIT_MASTERS the
     result has the masters of 16-bit parameters by group, as Megatron's result has.
-    Under _MASTERS_OF_FP32_KEY it has index in Adam -> master, for each fp32 parameter.
+    Under _KEY_OF_FP32_MASTERS it has index in Adam -> master, for each fp32 parameter.
     """
     if not _mixes_dtypes(optimizer):
         return original(optimizer, model_sharded_state_dict, is_loading, metadata)
@@ -286,23 +286,23 @@ def _store_all_parameters(
         id(parameter) for parameter in _flatten(optimizer.fp32_from_fp32_groups)
     }
     parameters = _flatten(group["params"] for group in optimizer.optimizer.param_groups)
-    state[_MASTERS_OF_FP32_KEY] = {}
+    state[_KEY_OF_FP32_MASTERS] = {}
     half_masters = []
-    masters = _flatten(state[_MASTERS_OF_16_BIT_KEY])
+    masters = _flatten(state[_KEY_OF_16_BIT_MASTERS])
     for index, (parameter, master) in enumerate(zip(parameters, masters, strict=True)):
         if id(parameter) not in fp32_ids:
             half_masters.append(master)
         elif is_loading:
             # The model's own entry loads into the parameter itself. So the master is
             # loaded into a copy, which `_load_masters_of_fp32` copies to the parameter.
-            state[_MASTERS_OF_FP32_KEY][index] = replace(
+            state[_KEY_OF_FP32_MASTERS][index] = replace(
                 master, data=master.data.clone()
             )
         else:
-            state[_MASTERS_OF_FP32_KEY][index] = master
+            state[_KEY_OF_FP32_MASTERS][index] = master
     # Megatron's load expects these masters in the groups of the 16-bit parameters.
     rest = iter(half_masters)
-    state[_MASTERS_OF_16_BIT_KEY] = [
+    state[_KEY_OF_16_BIT_MASTERS] = [
         [next(rest) for _ in group] for group in optimizer.fp32_from_float16_groups
     ]
     return state
@@ -346,11 +346,11 @@ def _load_masters_of_fp32(
     """Call ``load``, then copy the masters of fp32 parameters from ``state_dict`` into
     the parameters.
 
-    The masters are under _MASTERS_OF_FP32_KEY, or among the masters of 16-bit parameters
-    under _MASTERS_OF_16_BIT_KEY. ``load`` expects them under neither key, so they are
+    The masters are under _KEY_OF_FP32_MASTERS, or among the masters of 16-bit parameters
+    under _KEY_OF_16_BIT_MASTERS. ``load`` expects them under neither key, so they are
     removed from ``state_dict`` first.
     """
-    masters = state_dict.pop(_MASTERS_OF_FP32_KEY, {}) or _take_masters_of_fp32(
+    masters = state_dict.pop(_KEY_OF_FP32_MASTERS, {}) or _take_masters_of_fp32(
         optimizer, state_dict
     )
     load(optimizer, state_dict)
@@ -368,12 +368,12 @@ def _list_every_master(
 ) -> StateDict:
     """Wrap ``state_dict``: list fp32 parameters too, as their own masters.
 
-    The entry _MASTERS_OF_16_BIT_KEY lists the masters of all parameters by Adam's
+    The entry _KEY_OF_16_BIT_MASTERS lists the masters of all parameters by Adam's
     groups. If all parameters are 16-bit, Megatron's own entry has this form.
     """
     state = state_dict(optimizer, *args, **kwargs)
     if _mixes_dtypes(optimizer):
-        state[_MASTERS_OF_16_BIT_KEY] = [
+        state[_KEY_OF_16_BIT_MASTERS] = [
             list(group["params"]) for group in optimizer.param_groups
         ]
     return state
@@ -392,7 +392,7 @@ def _take_masters_of_fp32(
         """The shapes of the parameters in each group."""
         return [[p.shape for p in group] for group in groups]
 
-    saved = state.get(_MASTERS_OF_16_BIT_KEY)
+    saved = state.get(_KEY_OF_16_BIT_MASTERS)
     if saved is None or shapes(saved) == shapes(optimizer.fp32_from_float16_groups):
         return {}  # there are no masters of fp32 parameters
     groups = [group["params"] for group in optimizer.optimizer.param_groups]
@@ -417,7 +417,7 @@ def _take_masters_of_fp32(
                 fp32_masters[index] = master
             index += 1
         half_masters.append(half_masters_of_group)
-    state[_MASTERS_OF_16_BIT_KEY] = half_masters
+    state[_KEY_OF_16_BIT_MASTERS] = half_masters
     return fp32_masters
 
 

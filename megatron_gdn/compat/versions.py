@@ -2,9 +2,9 @@
 them.
 
 Code that repairs an `UpstreamFault` runs only if Megatron has the fault. A test fails if
-no version in `tested.TESTED_VERSIONS` has the fault; then remove that code. Versions
-were read in Megatron-LM's main at d98e8a64dd (2026-08-22, version 0.20.0) and dev at
-d48bd6be0a (2026-08-21, version 0.19.0).
+no version in `tested.TESTED_VERSIONS` has the fault; then remove that code. Which
+version has which fault was read in Megatron-LM's main at d98e8a64dd (2026-08-22,
+version 0.20.0) and dev at d48bd6be0a (2026-08-21, version 0.19.0).
 """
 
 from __future__ import annotations

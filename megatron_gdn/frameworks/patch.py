@@ -93,7 +93,7 @@ def patch_megatron(
     """
     classes = [_PatchedClass(*_GDN_CLASSES, gdn), _PatchedClass(*_MAMBA_CLASSES, mamba)]
     by_default = gdn is not False
-    if has_gdn2():
+    if megatron_has_gdn2():
         classes.insert(
             1, _PatchedClass(*_GDN2_CLASSES, by_default if gdn2 is None else gdn2)
         )
@@ -119,7 +119,7 @@ def patch_megatron(
     log_single_rank(logger, logging.WARNING, f"{description}.")
 
 
-def has_gdn2() -> bool:
+def megatron_has_gdn2() -> bool:
     """Whether the installed Megatron has Gated DeltaNet-2 (main branch has it, 0.19 has
     not)."""
     return _megatron_has(_GDN2_CLASSES[0])

@@ -266,9 +266,10 @@ class _RunRule(torch.autograd.Function):
     @staticmethod
     @first_derivative_only
     def backward(ctx, d_o: Tensor, d_final: Tensor | None):
-        """The gradients of q, k, v, g and beta, in the dtypes of these inputs, and of
-        the initial states, or None; from ``d_o [B, S, H, V]`` and
-        ``d_final [N, H, K, V]`` (None: zeros).
+        """The gradients of q, k, v, g and beta, in the dtypes of these inputs, then
+        that of the initial states. The last one is None if it is not needed.
+
+        ``d_o`` is ``[B, S, H, V]``, ``d_final`` is ``[N, H, K, V]`` (None: zeros).
 
         The forward's state maps are computed only if the initial states need a
         gradient.

@@ -118,8 +118,8 @@ class UpstreamNames(RecurrentMixer):
         batch: int,
         seq_len: int,
     ) -> tuple[Tensor, ...]:
-        """The name of `_prepare_input_for_gated_delta_rule` in mcore < 0.19. Returns
-        ``beta`` and ``alpha`` as they are."""
+        """`_prepare_input_for_gated_delta_rule` as megatron-core before 0.19 calls it:
+        under this name, with the arguments in this order."""
         gate = gate.reshape(batch, seq_len, -1, self.value_head_dim)
         return self._prepare_input_for_gated_delta_rule(
             qkv, gate, batch, seq_len, beta, alpha

@@ -391,10 +391,10 @@ class KimiDeltaAttention(RecurrentMixer):
         add = partial(self._add_projection, submodules, path)
         # Optimizers number parameters in this order, so it is part of checkpoints.
         if not dims.gates_in_in_proj:
-            self._add_gate(add, "f", dims.forget_rank, H * K)
+            self._add_gate_projections(add, "f", dims.forget_rank, H * K)
         add("beta_proj", D, H, bias=self.bias)
         if not dims.gates_in_in_proj:
-            self._add_gate(add, "g", dims.output_rank, H * V)
+            self._add_gate_projections(add, "g", dims.output_rank, H * V)
         if self.muon_per_head:
             check_muon_of_heads(self.tp_size)
             self._mark_heads()
@@ -421,7 +421,7 @@ class KimiDeltaAttention(RecurrentMixer):
                 rows_per_head += [width] * heads
             mark_heads(linears[name].weight, rows_per_head)
 
-    def _add_gate(
+    def _add_gate_projections(
         self, add: Callable[..., None], letter: str, rank: int, width: int
     ) -> None:
         """Add the projections of the forget gate ("f") or output gate ("g") of this

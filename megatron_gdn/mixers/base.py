@@ -108,11 +108,15 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
 
     A new gate of a Gated DeltaNet needs:
 
-        columns of in_proj     HeadSizes.layout in ops/delta_rule/base.py
-        a function             ops/front/gates.py, and in Triton gate_kernels.py
+        columns of in_proj     HeadSizes.layout in ops/delta_rule/base.py; gates are
+                               the last sections of a row
+        a function             ops/front/gates.py, and with its backward in Triton
+                               gate_kernels.py (else the whole front runs in torch)
         a line in the front    the table in gdn/front.py
-        an input of the rule   RuleInputs in ops/delta_rule/base.py, and every rule
-        a Hugging Face name    gdn/hf.py
+        an input of the rule   a type beside RuleInputs of ops/delta_rule/base.py, and
+                               every rule; Kimi Delta Attention and Gated DeltaProduct
+                               have RuleInputs too, Gated DeltaNet-2 has its own type
+        a Hugging Face name    gdn/hf.py; Megatron's names: gdn/upstream_names.py
 
     The decode step takes the first gate of a front as the log-decay, the last as the
     write strength, and a gate between them as the erase gate. Exactly one gate of a
@@ -468,7 +472,8 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
         # Chunkwise exchanges inside `mix`: `history` and `states` of `sequence_context`
         # use all-to-all. Forward: `history.fetch` gets the W - 1 rows before each piece,
         # for the front. `states.forward_states` sends each rank the maps for its share
-        # of the states, and returns the states for the rule. Backward:
+        # of the states, and returns the states for the rule (a state that enters only
+        # the next piece is sent itself, without maps). Backward:
         # `states.backward_states` exchanges gradients of states, and `history.give_back`
         # exchanges gradients of rows. In headwise, on one rank, and if no document is
         # cut, `history` and `states` are None. `sequence_context.documents` has the

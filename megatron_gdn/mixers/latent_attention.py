@@ -138,8 +138,8 @@ class LatentAttention(MLASelfAttention):
         """Megatron's q, k ``[s, B, H, D]`` and v ``[s, B, H, V]``; B is left out for
         packed documents.
 
-        Megatron's method gets no ``packed_seq_params``, since it reads this argument
-        only for the rotation.
+        Megatron's method reads ``packed_seq_params`` only to rotate q and k. This layer
+        rotates nothing, so Megatron's method gets None.
         """
         tensors: Any = super().get_query_key_value_tensors(
             hidden_states, key_value_states, position_ids, None, *others, **by_name

@@ -36,8 +36,8 @@ def rows_by_group(widths: Sequence[int], groups: int) -> Tensor:
     """Indices ``[sum(widths)]`` that reorder rows from section by section to group by
     group.
 
-    Section i has ``widths[i]`` rows. Group j has part j of ``groups`` equal parts of
-    each section.
+    Section i has ``widths[i]`` rows. Each section is cut into as many equal parts as
+    there are ``groups``, and group j has the j-th part of each section.
     """
     sections = torch.arange(sum(widths), device="cpu").split(list(widths))
     return torch.cat([rows.view(groups, -1) for rows in sections], 1).flatten()
@@ -166,8 +166,12 @@ class TensorMap:
         return dict(zip(self.sources, tensors, strict=True))
 
     def _split(self, full: Tensor) -> Sequence[Tensor]:
-        """Cut ``full`` into one tensor for each source, in the order of the sources'
-        rows."""
+        """Cut the rows of ``full``, Megatron's tensor, into one tensor for each source.
+
+        ``self.rows`` are the indices by which :meth:`to_megatron` reorders the joined
+        rows of the sources; ``argsort`` gives the reverse order. A lone source that is
+        not reordered may have another shape, so it is reshaped.
+        """
         if len(self.sources) == 1 and self.rows is None:
             return (full.reshape(self.sources[0].slice_shape),)
         if self.rows is not None:

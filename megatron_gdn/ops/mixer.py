@@ -187,7 +187,9 @@ class _BackwardValues(NamedTuple):
 
     arguments: MixerArguments
     rule_values: object  # ``SavedForBackward.other_values`` of the rule's forward
-    stamp: Tensor | None  # from :attr:`Documents.stamp`, the boundaries in the forward
+    # :attr:`Documents.stamp` of the forward; the backward checks that the boundaries
+    # are still the same
+    stamp: Tensor | None
     list_lengths: tuple[int, ...]  # from :meth:`_SavedTensors.flat`
     history: History | None  # the rows before each sequence, which the front read
 

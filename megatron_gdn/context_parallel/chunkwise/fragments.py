@@ -45,9 +45,10 @@ class SequencePartition(NamedTuple):
     def nodes(self) -> Nodes:
         """The nodes of a chain, the same in every chain.
 
-        In zigzag ranks 0 .. cp - 1 hold their first fragments, then ranks cp - 1 .. 0
-        their second ones. With ``joins_middle_fragments`` the two middle fragments,
-        both of the last rank, are one node.
+        In zigzag the first cp nodes are the first fragments of ranks 0 .. cp - 1. The
+        others are the second fragments of ranks cp - 1 .. 0. With
+        ``joins_middle_fragments`` the two middle fragments, both of the last rank, are
+        one node.
         """
         up = tuple(range(self.cp_size))
         down = up[::-1]

@@ -121,7 +121,8 @@ def _make_state_table(
     paths = _state_paths(documents, partition)
     sending = paths.sending_nodes_of(partition.rank)
     receiving = paths.receiving_nodes_of(partition.rank)
-    # on the host, which reads the tensors below; for fixed buffers on the device
+    # These tensors are on the host, since the code below reads them there. Those of
+    # fixed buffers are on the device.
     tensors = documents.keep_tensors(
         _node_tensors, pieces, partition, rows, sending, receiving, move=False
     )
@@ -361,8 +362,9 @@ class StateExchange:
         """Exchange maps along ``paths``; return the states that enter this rank's
         nodes, ``[receiving nodes * chains, H, K, V]``.
 
-        ``local``, ``through``: the maps ``[sending nodes * chains, H, K, .]``.
-        ``cuts``: as in :func:`states_entering_nodes`.
+        ``local``, ``through``: the maps ``[sending nodes * chains, H, K, .]``;
+        ``through`` is None if every path has two nodes, since then states are sent in
+        place of maps. ``cuts``: int32 ``[nodes]``, 1 at each node that no state passes.
         """
         H, K, V = local.shape[1:]
         M = self._table.chain_count * H  # states that follow the same paths
@@ -429,8 +431,10 @@ class StateExchange:
         """For the backward: ``through`` of ``entry_pieces``, from ``through`` of
         ``exit_pieces``.
 
-        States enter a node by its entry piece and leave it by its exit piece (see
-        :class:`StateTable`). If a state passes a node, the two are one piece.
+        ``through``: ``[sending nodes * chains, H, K, .]``, for the last piece of each
+        node that sends (``exit_pieces``). States enter a node by its first piece
+        (``entry_pieces``). If a state passes a node, the two are one piece, and
+        ``exit_of_each_entry`` is the index of its ``through``.
         """
         table = self._table
         if table.exit_of_each_entry is None:

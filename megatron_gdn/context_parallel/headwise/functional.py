@@ -380,8 +380,9 @@ class MambaContextParallel:
     ) -> Tensor:
         """Exchange ``x``, ``[B, tokens, width]`` or ``[tokens, width]``.
 
-        ``argument`` is the name of ``x`` in the caller. "projected_states" go to this
-        rank's heads of all tokens, "output" goes back to this rank's tokens.
+        ``argument`` is the caller's name of ``x``. "projected_states" are exchanged for
+        the columns of this rank's heads of all tokens, "output" for this rank's tokens
+        with the columns of all heads.
         """
         if self.cp_size == 1:
             return x

@@ -110,9 +110,10 @@ def _compile_once(
     """Load ``kernel`` if any process has compiled it; else compile it with
     ``compile_here``.
 
-    ``args`` and ``kwargs`` are those of tilelang's ``compile``. The process with the
-    lock of these heads compiles, the others wait. A process that gets no lock compiles
-    too.
+    ``args`` and ``kwargs`` are those of tilelang's ``compile``. `_next_heads` are the
+    heads of the rule that calls FlashQLA now. Each number of heads has a lock. The
+    process that has the lock compiles, the others wait. A process that gets no lock
+    compiles too.
     """
     if not tilelang_env().is_cache_enabled():
         return compile_here(*args, **kwargs)

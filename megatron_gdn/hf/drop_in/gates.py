@@ -304,7 +304,9 @@ def remove_gate_holder(owner: LinearAttention, dtypes: dict[str, torch.dtype]) -
     del owner._keep_in_float32_parameter_names
     for name, dtype in dtypes.items():
         _cast_in_place(owner._parameters[name], dtype)
-    # A CPAwareGatedDeltaNet is a GateOwner already, so add_gate_holder left its class.
+    # add_gate_holder gave ``owner`` a class with the bases (GateOwner, its own class).
+    # It left a CPAwareGatedDeltaNet, which is a GateOwner itself, as it was: the class
+    # of that instance has CPAwareGatedDeltaNet as its first base.
     if type(owner).__bases__[0] is GateOwner:
         owner.__class__ = type(owner).__bases__[1]
 

@@ -297,7 +297,9 @@ class Patch(AbstractContextManager):
 def _restore_forward(text: TextModel) -> None:
     """Give ``text`` the forward that it had before `Patch._wrap_forward`.
 
-    If accelerate's hooks call ``_old_forward``, this attribute must stay.
+    The stored forward is None if ``text`` had none of its own, only that of its class.
+    Under accelerate's hooks the attribute is "_old_forward". The hooks call it, so it
+    must stay, and gets the method of the class.
     """
     attribute = forward_name(text)
     wrapped = vars(text).pop(_WRAPPED_FORWARD_NAME)
