@@ -125,12 +125,6 @@ def megatron_has_gdn2() -> bool:
     return _megatron_has(_GDN2_CLASSES[0])
 
 
-def has_kda() -> bool:
-    """Whether the installed Megatron has a class of Kimi Delta Attention (pull request
-    6556 has it, 0.19 has not)."""
-    return _megatron_has(_KDA_CLASSES[0])
-
-
 def _megatron_has(class_name: str) -> bool:
     """Whether the installed Megatron has the class ``class_name``, a text
     ``"module:name"``."""
