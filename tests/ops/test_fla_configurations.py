@@ -19,6 +19,7 @@ from megatron_gdn.ops.rules.base import Bits
 from megatron_gdn.ops.rules.fla import ChunkProducts, FlaRule
 from megatron_gdn.ops.rules.fla_configurations import (
     FIXED_CONFIGURATIONS,
+    Configuration,
     without_autotuning,
 )
 from megatron_gdn.ops.state_maps.state_map import StateShape
@@ -71,6 +72,32 @@ def test_a_thread_that_leaves_gives_no_list_back_to_one_that_is_inside(tuned):
         seen = lists(tuned)
     thread.join()
     assert inside.is_set() and {len(configurations) for configurations in seen} == {1}
+
+
+# Of these fla lists larger tiles and more stages where it finds a GPU with Hopper's
+# shared memory.
+LISTED_BY_GPU = {
+    "chunk_bwd_kernel_dh",
+    "chunk_fwd_kernel_h",
+    "chunk_gated_delta_rule_bwd_kernel_dhu_blockdim64",
+    "chunk_gated_delta_rule_fwd_kernel_h_blockdim64",
+    "chunk_kda_bwd_kernel_wy_dqkg_fused",
+}
+
+
+def test_what_is_fixed_is_in_flas_own_list(tuned):
+    """Else the kernel would run in its first configuration, without a word."""
+    for kernel, (entry,), timed in tuned:
+        name = kernel.base_fn.__name__
+        fixed = FIXED_CONFIGURATIONS.get(name)
+        if fixed is None:
+            assert entry is timed[0]
+            continue
+        assert fixed.warps in (1, 2, 4, 8) and fixed.stages in (1, 2, 3, 4), name
+        if not torch.cuda.is_available() and name in LISTED_BY_GPU:
+            continue
+        found = Configuration(entry.num_warps, entry.num_stages, entry.kwargs)
+        assert found == fixed, name
 
 
 def test_each_kernel_that_is_listed_is_one_of_flas(tuned):
