@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from megatron.core import parallel_state
 from safetensors.torch import load_file, save_file
 
 from megatron_gdn.compat.one_process import in_one_process
@@ -23,6 +24,7 @@ from megatron_gdn.hf import (
 from megatron_gdn.hf.__main__ import main
 from megatron_gdn.hf.new_folder import new_folder
 from megatron_gdn.hf.safetensors_files import SafetensorsFolder, write_folder
+from tests.ranks import on_ranks
 
 INDEX = "model.safetensors.index.json"
 FIRST = "model-00001-of-00003.safetensors"
@@ -444,3 +446,11 @@ def test_an_export_of_the_command_line_names_what_a_name_would_hide(
 def test_an_export_still_gives_the_folder_back(imported, hf_folder, tmp_path):
     export_folder(imported, tmp_path / "back", like=hf_folder("dense"))
     assert main(["compare", str(hf_folder("dense")), str(tmp_path / "back")]) == 0
+
+
+@on_ranks(tp=1)
+def test_a_megatron_that_is_set_up_already_is_left_as_it_is():
+    group = parallel_state.get_tensor_model_parallel_group()
+    with in_one_process():
+        assert parallel_state.get_tensor_model_parallel_group() is group
+    assert parallel_state.get_tensor_model_parallel_group() is group

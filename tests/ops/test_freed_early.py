@@ -10,6 +10,7 @@ import torch
 from megatron_gdn.ops import recompute as hand_over
 from megatron_gdn.ops.delta_rule.base import HeadSizes
 from megatron_gdn.ops.delta_rule.plain import PlainRule
+from megatron_gdn.ops.readout.base import PlainReadout
 from tests.ops.test_mixer import assert_equal, make_inputs, mixed_by
 
 SIZES = HeadSizes(1, 2, 4, 4)
@@ -62,6 +63,27 @@ def test_the_output_of_the_rule_and_the_incoming_gradient_are_freed():
     mixed.register_hook(lambda gradient: watched(gradient, rule.gradients))
     mixed.square().sum().backward()
     assert rule.alive == [[False, False]]
+
+
+def test_what_the_rule_computed_is_freed_before_the_readout(monkeypatch):
+    forwards = []
+    alive = []
+
+    class Remembered(PlainRule):
+        def begin(self, inputs, documents):
+            forward = super().begin(inputs, documents)
+            forwards.append(weakref.ref(forward))
+            return forward
+
+    read_out = PlainReadout.forward
+
+    def watched_readout(self, *args, **kwargs):
+        alive.append([ref() is not None for ref in forwards])
+        return read_out(self, *args, **kwargs)
+
+    monkeypatch.setattr(PlainReadout, "forward", watched_readout)
+    mixed_by(Remembered(), make_inputs(SIZES, 9, bias=True)[0], SIZES)
+    assert alive == [[False]]
 
 
 def test_a_second_backward_finds_everything():
