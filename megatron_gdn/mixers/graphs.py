@@ -26,7 +26,7 @@ from .packing import static_documents_of
 
 # The config field by which each micro-batch gets a context-parallel group of its own:
 # its name up to Megatron 0.20, then its name in Megatron-LM's dev.
-_OWN_GROUP_FIELDS = ("hybrid_context_parallel", "dynamic_context_parallel")
+_CP_GROUP_PER_BATCH_FIELDS = ("hybrid_context_parallel", "dynamic_context_parallel")
 
 _LEAVE_OUT_ADVICE = (
     "leave the layer out of the graphs (cuda_graph_modules without 'attn'), or train "
@@ -174,7 +174,8 @@ def check_layer_graph(config: TransformerConfig) -> None:
     """Raise a ValueError if Megatron captures mixers while each micro-batch has its own
     context-parallel group. A graph replays one group."""
     own_group_field = next(
-        (name for name in _OWN_GROUP_FIELDS if getattr(config, name, False)), None
+        (name for name in _CP_GROUP_PER_BATCH_FIELDS if getattr(config, name, False)),
+        None,
     )
     if own_group_field and _captures_mixers(config):
         raise ValueError(

@@ -263,7 +263,8 @@ class StaticDocuments(Documents):
 
     @property
     def offsets(self) -> tuple[int, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Raise an error: the host does not know the boundaries."""
+        """An attribute of other `Documents`. Here reading it raises a
+        NotImplementedError, since the host does not know the boundaries."""
         raise NotImplementedError(
             "the host needs the boundaries here, and those in fixed buffers "
             "(StaticDocuments, for CUDA graphs) are on the device alone. Use a "

@@ -94,7 +94,9 @@ class ChainSteps:
     """
 
     chains: tuple[tuple[tuple[int, int], ...], ...]  # the steps of each chain
-    table: Tensor  # int32 [N, L, 2], ``chains`` on the device, padded with NO_INDEX
+    # int32 [chains, L, 2]: ``chains`` on the device; L is the number of steps of the
+    # longest chain, and shorter chains end in steps (NO_INDEX, NO_INDEX)
+    table: Tensor
 
     @classmethod
     def build(
