@@ -168,7 +168,8 @@ def convert_state_dict(mixer: Any, state_dict: StateDict, prefix: str) -> None:
     """Convert ``state_dict`` in place to today's keys, if version 0.1 wrote it.
 
     ``mixer`` is the KimiDeltaAttention that loads ``state_dict``; the mixer's keys begin
-    with ``prefix``. A state dict of today is not changed.
+    with ``prefix``. A state dict of today is not changed. A norm that 0.1 stored with
+    in_proj is none of the mixer's today, so its key stays, and a strict load names it.
 
     Raises:
         ValueError: there are several tensor-parallel ranks. Version 0.1 divided ``f_a``

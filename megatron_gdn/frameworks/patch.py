@@ -87,19 +87,17 @@ def patch_megatron(
         TypeError: an argument is neither a bool nor a dict; our layer has no such
             option; or our constructor lacks an argument of Megatron's constructor, or
             has it at another position or with another default.
-        ValueError: an option has an illegal value, or ``kda`` or ``gdp`` has options
-            and Megatron has no such class.
+        ValueError: an option has an illegal value, or ``gdn2``, ``kda`` or ``gdp`` has
+            options and Megatron has no such class.
         RuntimeError: other code has replaced ``__new__`` of Megatron's class.
     """
     classes = [_PatchedClass(*_GDN_CLASSES, gdn), _PatchedClass(*_MAMBA_CLASSES, mamba)]
     by_default = gdn is not False
-    if megatron_has_gdn2():
-        classes.insert(
-            1, _PatchedClass(*_GDN2_CLASSES, by_default if gdn2 is None else gdn2)
-        )
-    for name, (megatron_class_name, our_class_name), given in (
-        ("kda", _KDA_CLASSES, kda),
-        ("gdp", _GDP_CLASSES, gdp),
+    # with the argument of our spec that takes their options
+    for name, (megatron_class_name, our_class_name), given, argument in (
+        ("gdn2", _GDN2_CLASSES, gdn2, "**options"),
+        ("kda", _KDA_CLASSES, kda, "kda={...}"),
+        ("gdp", _GDP_CLASSES, gdp, "gdp={...}"),
     ):
         if _megatron_has(megatron_class_name):
             options = by_default if given is None else given
@@ -109,7 +107,7 @@ def patch_megatron(
                 f"patch_megatron was given options of {name}, and this megatron-core "
                 f"has no {megatron_class_name.partition(':')[2]}. Only this package's spec "
                 "builds such layers: give the options to "
-                f"hybrid_stack_spec({name}={{...}}), or set MEGATRON_GDN_OPTIONS."
+                f"hybrid_stack_spec({argument}), or set MEGATRON_GDN_OPTIONS."
             )
     for each in classes:  # check all classes before a class is changed
         each.check()
@@ -117,12 +115,6 @@ def patch_megatron(
         each.install()
     description = "; ".join(each.describe() for each in classes)
     log_single_rank(logger, logging.WARNING, f"{description}.")
-
-
-def megatron_has_gdn2() -> bool:
-    """Whether the installed Megatron has Gated DeltaNet-2 (main branch has it, 0.19 has
-    not)."""
-    return _megatron_has(_GDN2_CLASSES[0])
 
 
 def _megatron_has(class_name: str) -> bool:

@@ -169,8 +169,9 @@ def resolve_rule(
             sequences. ``"auto"`` takes the first of flash_qla and fla whose bits a test
             found to repeat for this GPU, dtype, heads and versions
             (:class:`.repeatable.RepeatableSetup`). If there is none, it takes the
-            reference. Each of fla's kernels then has one configuration. A backend that
-            the caller names runs even if untested; the log then says so. With
+            reference. With these bits fla does not choose configurations of its kernels
+            by timing them: each kernel has one. A backend that the caller names runs
+            even if untested; the log then says so. With
             ``Bits.ON_GRID`` a token's bits depend only on its sequence's tokens; then
             only ``"auto"`` and ``"reference"`` are legal.
         operands: the dtype to which flash_qla and fla round operands of products in a

@@ -325,8 +325,9 @@ def _load_common_state(folder: Path) -> StateDict:
     """The dict that Megatron stored in ``folder`` beside the tensors, with the arguments
     of the run as "args".
 
-    Raises a ValueError if the stored state has another form. Megatron's own errors
-    would count as errors of the code (`_CODE_ERRORS`).
+    Raises a ValueError, which blames the folder, if the stored state has another form.
+    Megatron itself would raise errors of the types `_CODE_ERRORS`, which callers take
+    for faults of this package.
     """
     try:
         common = dist_checkpointing.load_common_state_dict(folder)

@@ -209,8 +209,13 @@ class _ExportedTensors:
         self._cached_hf_tensors = lru_cache(maxsize=4)(self._hf_tensors)
 
     def read(self, key: str) -> Tensor:
-        """Compute the tensor ``key`` of the written files; experts are stacked as in
-        ``like``. Raise a ValueError if a value is NaN or inf."""
+        """Compute the tensor ``key`` of the written files; raise a ValueError if a value
+        is NaN or inf.
+
+        The files get the keys of the folder ``like`` (:func:`save_hf_weights`). A key
+        that no map has, such as a vision tower's, is copied from that folder. Experts
+        are stacked as there.
+        """
         if key not in self._maps_of_key:
             return self._like_files.read(key)
         tensor = self._compute_tensor(key)

@@ -283,8 +283,9 @@ class KimiDeltaAttention(RecurrentMixer):
     def project_rows_and_gates(
         self, hidden_states: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        """The rows of :meth:`project`. If in_proj makes both gates, beta ``[s, B, H]``
-        comes as a second tensor, so that the rows are not copied."""
+        """The rows of :meth:`project`. If in_proj makes both gates, the rows lack beta,
+        which is the second tensor ``[s, B, H]``: the front reads it there
+        (``gate_rows``), and the rows are not copied. Else the second is None."""
         sections = self._project_sections(hidden_states)
         if self.dims.gates_in_in_proj:
             rows, beta = sections

@@ -190,8 +190,9 @@ class FlaSSD(FlaRule):
     ) -> Tensor:
         """The output ``S^T C + D x``, from ``states`` before chunks.
 
-        This method calls fla's kernel, since fla's function would round o before the
-        skip is added.
+        ``products.states_arguments`` has k ``[B, S, H, K]``, v ``[B, S, H, V]`` and g of
+        `_simple_gla_operands`. This method calls fla's kernel, since fla's function
+        would round o before the skip is added.
         """
         v = products.states_arguments["v"]
         B, S, H, V = v.shape

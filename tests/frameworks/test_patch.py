@@ -256,6 +256,13 @@ def test_options_of_kda_are_not_dropped_where_megatron_has_no_such_class(monkeyp
         megatron_gdn.patch_megatron(kda={"forget_rank": 4})
 
 
+def test_nor_are_those_of_gated_deltanet_2(monkeypatch):
+    monkeypatch.delattr(gated_delta_net, "GatedDeltaNet2", raising=False)
+    megatron_gdn.patch_megatron(gdn2=True)
+    with pytest.raises(ValueError, match="options of gdn2, .* has no GatedDeltaNet2"):
+        megatron_gdn.patch_megatron(gdn2={"recompute": "light"})
+
+
 @pytest.mark.skipif(HAS_GDP, reason="this Megatron has the class")
 def test_nor_are_those_of_gated_delta_product():
     megatron_gdn.patch_megatron(gdp=True)

@@ -234,7 +234,7 @@ def test_heads_of_multi_token_prediction_are_counted_in_both_models(monkeypatch)
     one = find("tiny").stack
     head = 2 * 64 * (2 * D * D + 1024 * D)
     layers = 2 * 64 * sum(layer.matrix_weights for layer in one.layers[-2:])
-    attention = 64**2 * one.layers[-2].attention
+    attention = 64**2 * one.layers[-2].attention_multiply_adds
     assert (
         counts[0]
         == counts[1]

@@ -103,7 +103,8 @@ class Headwise(Scheme):
             widths = tuple(self._section_widths[name] for name in names)
             copies = tuple(self._section_copies[name] for name in names)
             if len(names) == 1:
-                widths = (length,)  # the parameter may have an entry per head
+                # an entry per column of the section, or an entry per head
+                widths = (length,)
             shares = HeadShares(self.size, widths, copies)
         blocks = shares.blocks(self._rank)
         block = None

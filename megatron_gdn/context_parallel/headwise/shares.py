@@ -54,7 +54,8 @@ class HeadShares(NamedTuple):
 
     @property
     def rank_widths(self) -> tuple[int, ...]:
-        """The width of each section in one rank's row."""
+        """The width of each section in one rank's row. ``copies`` ranks hold each
+        column of a section; blocks are whole heads, so the division is exact."""
         return tuple(
             w * c // self.rank_count
             for w, c in zip(self.sections, self.copies, strict=True)

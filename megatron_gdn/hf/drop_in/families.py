@@ -242,8 +242,10 @@ def cache_parameter(function: Callable) -> str:
 
 
 def project_rows(module: LinearAttention, x_BSH: Tensor, dims: Any) -> Tensor:
-    """The projection rows ``[B, S, P]`` of hidden states ``[B, S, H]``, with the sections
-    of ``dims.layout``."""
+    """The projection rows ``[B, S, P]``, with the sections of ``dims.layout``.
+
+    ``x_BSH`` are the hidden states ``[B, S, H]``; H is here the hidden size.
+    """
     sections = []
     projections = family_of(module).projections
     if projections:

@@ -306,6 +306,10 @@ class Front:
         ``grads`` has the gradients of the rule's inputs as attributes. The method
         writes ``history.d_rows`` and ``d_proj [S, B, P]``. It writes each column of
         ``d_proj`` once, but not the output gate's columns: the readout writes these.
+
+        A shared input is a parameter that is itself the rule's last input, the same for
+        all tokens (Mamba2's D), so its gradient is summed over the tokens. ``gate_rows``
+        are gates that stand beside ``proj``; their gradient is the last result.
         """
         named = self._named_parameters(parameters)
         arguments = FrontArguments(proj, named, documents, history)

@@ -517,7 +517,7 @@ def _compute_gate(
         else GATES[GATE_INDEX][WIDTH_INDEX]
     )
     h = h // (H // HEADS)  # several heads of the state may share one head of the gate
-    # a vector in both cases; a gate per head has one value for all channels
+    # A gate per head has one value for all channels. ``0 * k_K`` makes it a vector too.
     column_K = h * K + k_K if CHANNELS else h + 0 * k_K
     x_K = tl.load(row_ptr + COLUMN + column_K, mask=real_K, other=0.0).to(tl.float32)
     A_log_K = 0.0
