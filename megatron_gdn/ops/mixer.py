@@ -144,9 +144,8 @@ class MixerArguments(NamedTuple):
     keeps_tensors: bool  # whether tensors are kept for a backward
     # frees and refills the output; None: it is kept
     refilled_output: RefilledOutput | None
-    hand_over: (
-        GradientHandOver | None
-    )  # lets the backward free the output's gradient early
+    # lets the backward free the output's gradient early
+    hand_over: GradientHandOver | None
     second_run: SecondRun | None  # None if front and rule run only once
 
 
