@@ -125,18 +125,26 @@ def test_a_kind_of_rotary_embedding_under_its_older_name_is_refused_too(rope):
         parse_hf_config(CONFIG | {"rope_scaling": rope})
 
 
-@pytest.mark.parametrize("left_out", [[], ["mtp.fc.weight", "mtp.norm.weight"]])
-def test_a_load_names_what_it_leaves_out(left_out, monkeypatch, caplog):
-    plan = SimpleNamespace(passthrough_keys=left_out)
-    for name, made in {
+def load_without_files(monkeypatch, **parts):
+    """`load_hf_weights`, with stand-ins for the ``parts`` that read files."""
+    stand_ins = {
         "SafetensorsFolder": None,
         "read_hf_config": parse_hf_config(CONFIG),
-        "_plan_model": (plan, {}),
         "_check_source_tensors": None,
-        "_match_maps_to_parameters": [],
-    }.items():
+        **parts,
+    }
+    for name, made in stand_ins.items():
         monkeypatch.setattr(megatron_model, name, lambda *_, made=made: made)
     megatron_model.load_hf_weights(None, "folder")
+
+
+@pytest.mark.parametrize("left_out", [[], ["mtp.fc.weight", "mtp.norm.weight"]])
+def test_a_load_names_what_it_leaves_out(left_out, monkeypatch, caplog):
+    load_without_files(
+        monkeypatch,
+        _plan_model=(SimpleNamespace(passthrough_keys=left_out), {}),
+        _match_maps_to_parameters=[],
+    )
     told = "2 tensors of the Qwen3_5ForCausalLM are not part of a Megatron text model"
     assert (told in caplog.text) is bool(left_out)
     assert not left_out or "the first mtp.fc.weight" in caplog.text
@@ -145,18 +153,14 @@ def test_a_load_names_what_it_leaves_out(left_out, monkeypatch, caplog):
 def test_a_load_names_what_it_rounds(monkeypatch, caplog):
     params = {name: nn.Parameter(torch.zeros(1)) for name in "abc"}
     entry = SimpleNamespace(sources=[])
-    for name, made in {
-        "SafetensorsFolder": None,
-        "read_hf_config": parse_hf_config(CONFIG),
-        "_plan_model": (SimpleNamespace(passthrough_keys=[]), params),
-        "_check_source_tensors": None,
-        "_match_maps_to_parameters": [(entry, list(params))],
-        "_local_shard": None,
-    }.items():
-        monkeypatch.setattr(megatron_model, name, lambda *_, made=made: made)
     monkeypatch.setattr(
         megatron_model, "_copy_values", lambda param, _: param is params["a"]
     )
-    megatron_model.load_hf_weights(None, "folder")
+    load_without_files(
+        monkeypatch,
+        _plan_model=(SimpleNamespace(passthrough_keys=[]), params),
+        _match_maps_to_parameters=[(entry, list(params))],
+        _local_shard=None,
+    )
     told = "2 parameters have a narrower dtype than their file and were rounded"
     assert f"{told}, the first b." in caplog.text

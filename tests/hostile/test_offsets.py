@@ -287,36 +287,50 @@ def test_every_kernel_is_held_to_the_law(simulation):
     assert simulation.launched == kernels_of_the_package()
 
 
-# what is too large, by what the error calls it
+# for each size that is too large: what the error says of it, and the call
 TOO_LARGE = {
-    "the batch has 65536 rows": lambda x: run_front(x, 1, 65_536, SMALL),
-    "batch has 65536 rows": lambda _: run_readout(1, 65_536, 514, 1, 128),
-    "the number of tokens of a tile's end is ": lambda x: run_front(
-        x, 2**31 - 20, 1, SMALL
+    "batch rows of a readout": (
+        "the batch has 65536 rows",
+        lambda _: run_readout(1, 65_536, 514, 1, 128),
     ),
-    "a call decodes 65536 sequences": lambda x: run_decode(
-        x, 65_536, 65_536, HeadSizes(1, 1, 16, 16)
+    "batch rows of a front": (
+        "the batch has 65536 rows",
+        lambda x: run_front(x, 1, 65_536, SMALL),
     ),
-    "the number of elements of a state is ": lambda x: run_decode(
-        x, 1, 1, HeadSizes(1, 2**13, 512, 512)
+    "tokens": (
+        "the number of tokens of a tile's end is ",
+        lambda x: run_front(x, 2**31 - 20, 1, SMALL),
     ),
-    "the number of tokens times batch rows is ": lambda x: run_exchange(
-        x, 2**16, 2**15, TWO_COPIES
+    "sequences": (
+        "a call decodes 65536 sequences",
+        lambda x: run_decode(x, 65_536, 65_536, HeadSizes(1, 1, 16, 16)),
     ),
-    "the number of rows of partial sums is ": lambda _: sum_rows(
-        tensor(2**31, 16, dtype=FP32), tensor(16)
+    "a state": (
+        "the number of elements of a state is ",
+        lambda x: run_decode(x, 1, 1, HeadSizes(1, 2**13, 512, 512)),
     ),
-    "a call decodes 70000 sequences": lambda _: write_slots_on_gpu(
-        tensor(4, 16), tensor(70_000, dtype=INT32), tensor(70_000, 16)
+    "rows of an exchange": (
+        "the number of tokens times batch rows is ",
+        lambda x: run_exchange(x, 2**16, 2**15, TWO_COPIES),
+    ),
+    "partial sums": (
+        "the number of rows of partial sums is ",
+        lambda _: sum_rows(tensor(2**31, 16, dtype=FP32), tensor(16)),
+    ),
+    "slots of a batch": (
+        "a call decodes 70000 sequences",
+        lambda _: write_slots_on_gpu(
+            tensor(4, 16), tensor(70_000, dtype=INT32), tensor(70_000, 16)
+        ),
     ),
 }
 
 
-@pytest.mark.parametrize("said", TOO_LARGE)
-def test_a_size_that_no_kernel_takes_is_refused_in_words(said, simulation):
+@pytest.mark.parametrize(("said", "call"), TOO_LARGE.values(), ids=TOO_LARGE)
+def test_a_size_that_no_kernel_takes_is_refused_in_words(said, call, simulation):
     most = r"at most (65535|2147483647|\(2147483647, 65535, 65535\))"
     with pytest.raises(ValueError, match=f"{re.escape(said)}.*{most}"):
-        TOO_LARGE[said](simulation)
+        call(simulation)
 
 
 def test_a_launch_refuses_a_grid_that_cuda_does_not_take():

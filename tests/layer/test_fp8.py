@@ -146,10 +146,14 @@ def test_generation_is_outside_of_fp8_and_training_in_it_again():
 
 
 def test_linears_of_gates_compute_in_the_dtype_of_their_weights():
-    layer = layer_of(kda=True)
-    linears = [x for x in layer.modules() if isinstance(x, OutsideFP8)]
-    assert linears
-    for linear in linears:
+    layer = layer_of(kda=True, forget_rank=16, output_rank=16)
+    outside = {
+        name: linear
+        for name, linear in layer.named_children()
+        if isinstance(linear, OutsideFP8)
+    }
+    assert outside.keys() == {"f_a_proj", "f_b_proj", "beta_proj"}
+    for linear in outside.values():
         x = torch.randn(16, 1, linear.weight.shape[1])
         with fp8_on():
             assert torch.equal(linear(x)[0], x @ linear.weight.t())
