@@ -93,7 +93,7 @@ def patch_megatron(
     """
     classes = [_PatchedClass(*_GDN_CLASSES, gdn), _PatchedClass(*_MAMBA_CLASSES, mamba)]
     by_default = gdn is not False
-    # with the argument of our spec that takes their options
+    # ``argument``: the argument of hybrid_stack_spec that takes a layer's options
     for name, (megatron_class_name, our_class_name), given, argument in (
         ("gdn2", _GDN2_CLASSES, gdn2, "**options"),
         ("kda", _KDA_CLASSES, kda, "kda={...}"),

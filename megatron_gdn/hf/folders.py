@@ -326,8 +326,8 @@ def _load_common_state(folder: Path) -> StateDict:
     of the run as "args".
 
     Raises a ValueError, which blames the folder, if the stored state has another form.
-    Megatron itself would raise errors of the types `_CODE_ERRORS`, which callers take
-    for faults of this package.
+    Megatron itself would raise errors of the types `_CODE_ERRORS`, which are passed on
+    as faults of code, not of the folder.
     """
     try:
         common = dist_checkpointing.load_common_state_dict(folder)

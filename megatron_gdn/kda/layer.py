@@ -353,16 +353,16 @@ class KimiDeltaAttention(RecurrentMixer):
     def _set_size_attributes(self) -> None:
         """Set sizes under megatron-core's names; ``*_local_tp``: on one tensor-parallel
         rank."""
-        whole = self.global_dims
+        all_ranks = self.global_dims
         local = self.dims
-        self.hidden_size = whole.hidden_size
-        self.conv_kernel_dim = whole.conv_kernel_dim
-        self.num_key_heads = whole.num_key_heads
-        self.num_value_heads = whole.num_value_heads
-        self.key_head_dim = whole.key_head_dim
-        self.value_head_dim = whole.value_head_dim
-        self.qk_dim = whole.qk_dim
-        self.v_dim = whole.v_dim
+        self.hidden_size = all_ranks.hidden_size
+        self.conv_kernel_dim = all_ranks.conv_kernel_dim
+        self.num_key_heads = all_ranks.num_key_heads
+        self.num_value_heads = all_ranks.num_value_heads
+        self.key_head_dim = all_ranks.key_head_dim
+        self.value_head_dim = all_ranks.value_head_dim
+        self.qk_dim = all_ranks.qk_dim
+        self.v_dim = all_ranks.v_dim
         self.qk_dim_local_tp = local.qk_dim
         self.v_dim_local_tp = local.v_dim
         self.conv_dim_local_tp = local.layout.conv_width
@@ -371,7 +371,7 @@ class KimiDeltaAttention(RecurrentMixer):
         # Megatron's FSDP checkpoints cut the in_proj of a module with this attribute.
         # Older Megatrons would cut it as Gated DeltaNet's.
         if self.scripts_split_in_proj:
-            self.in_proj_dim = whole.in_proj_layout.width
+            self.in_proj_dim = all_ranks.in_proj_layout.width
 
     def _add_projections(
         self, submodules: KimiDeltaAttentionSubmodules, path: str

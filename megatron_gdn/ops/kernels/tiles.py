@@ -72,10 +72,10 @@ def front_backward_tile(
     channel. ``tokens``: S times B. ``widest_head``: the columns of the widest head.
 
     With at most 96 registers per thread, five programs of four warps fit on a
-    multiprocessor; without this limit, four fit. With a history
-    (``has_history``), 96 registers hold too little: each step would move over a hundred
-    numbers to memory and back. Long segments compute fewer tokens twice; short segments
-    give a GPU more programs.
+    multiprocessor; with 128, four fit. Code for a history (``has_history``) needs 128:
+    with 96, each thread would store 55 numbers to memory and load 62, for every four
+    tokens. Long segments compute fewer tokens twice; short segments give a GPU more
+    programs.
     """
     if tokens >= 32768:
         steps = 128
