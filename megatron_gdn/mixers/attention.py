@@ -345,29 +345,40 @@ def _is_tree(packed: PackedSeqParams | None) -> bool:
 @cache
 def class_with_tree_attention(theirs: type) -> type:
     """A subclass of the attention class ``theirs`` in which trees of documents run in a
-    `TorchAttention`.
+    `TorchAttention`, and which refuses documents that are not cut in zigzag.
 
-    ``theirs``, such as Transformer Engine's attention, refuses trees.
+    ``theirs``, such as Transformer Engine's attention, refuses trees. It takes the
+    tokens of every context-parallel rank as cut in zigzag, document by document.
     """
 
-    class WithTreeAttention(theirs):
-        """``theirs``, but a tree of documents runs in a `TorchAttention`."""
+    class WithTreeAttention(theirs, HasCpLayout):
+        """``theirs``, but a tree of documents runs in a `TorchAttention`, and another
+        cut than zigzag raises a ValueError."""
 
-        def __init__(self, *args: object, cp_layout: object, **kwargs: object) -> None:
-            """Build ``theirs``; only the `TorchAttention` for trees takes
-            ``cp_layout``."""
-            super().__init__(*args, **kwargs)
+        def __init__(
+            self,
+            config: TransformerConfig,
+            *args: Any,
+            cp_layout: str | SequenceLayout = AUTO,
+            **kwargs: Any,
+        ) -> None:
+            """Build ``theirs``; ``cp_layout`` says how the loader cuts sequences."""
+            super().__init__(config, *args, **kwargs)
+            self.loader_layout = LoaderLayout(cp_layout, config)
+            groups = kwargs.get("pg_collection")
+            if groups is None:
+                groups = ProcessGroupCollection.use_mpu_process_groups(["cp"])
+            self._own_cp_group = groups.cp
             # The TorchAttention is built at the first tree, since it refuses some
             # configs that run without trees.
-            self._make_tree_attention = partial(
-                TorchAttention, *args, cp_layout=cp_layout, **kwargs
-            )
+            self._make_tree_attention = partial(TorchAttention, config, *args, **kwargs)
             # An empty list, or a list with the TorchAttention. The list hides the
             # module from torch, since a submodule would add keys to checkpoints.
             self._tree_attention: list[TorchAttention] = []
 
         def forward(
             self,
+            query: Tensor,
             *args: Any,
             packed_seq_params: PackedSeqParams | None = None,
             **kwargs: Any,
@@ -376,13 +387,55 @@ def class_with_tree_attention(theirs: type) -> type:
             which gets the same arguments."""
             kwargs["packed_seq_params"] = packed_seq_params
             if not _is_tree(packed_seq_params):
-                return super().forward(*args, **kwargs)
+                _require_zigzag(
+                    query, packed_seq_params, self._own_cp_group, self.loader_layout
+                )
+                return super().forward(query, *args, **kwargs)
             if not self._tree_attention:
                 self._tree_attention = [self._make_tree_attention()]
-            # `train()` of the model does not reach the hidden module
-            return self._tree_attention[0].train(self.training)(*args, **kwargs)
+            tree_attention = self._tree_attention[0]
+            # what is set in the model does not reach the hidden module
+            tree_attention.train(self.training)
+            tree_attention.loader_layout = self.loader_layout
+            return tree_attention(query, *args, **kwargs)
 
     return WithTreeAttention
+
+
+def _require_zigzag(
+    query: Tensor,
+    packed: PackedSeqParams | None,
+    own_group: ProcessGroup,
+    loader_layout: LoaderLayout,
+) -> None:
+    """Raise a ValueError unless this rank's tokens are cut in zigzag, as Transformer
+    Engine's attention takes them.
+
+    ``query`` is ``[s, ...]``. ``own_group`` is the attention layer's context-parallel
+    group. One document in `zigzag_buffer` is cut as in zigzag.
+    """
+    group = context_parallel_group_of(packed, own_group)
+    if group is None or group.size() == 1:
+        return
+    # mostly so; documents are not asked for, since the host would wait for a GPU
+    if loader_layout.of(packed) is SequenceLayout.ZIGZAG:
+        return
+    share = MicroBatchShare.of(
+        packed, own_group, loader_layout.of, query.shape[0], query.device
+    )
+    documents = sum(length > 0 for length in share.lengths)
+    is_zigzag = share.layout is SequenceLayout.ZIGZAG or (
+        share.layout is SequenceLayout.ZIGZAG_BUFFER and documents == 1
+    )
+    if not is_zigzag:
+        raise ValueError(
+            f"the loader cut this micro-batch {share.layout.value!r} over {share.size} "
+            f"context-parallel ranks (documents: {documents}). Transformer Engine's "
+            "attention takes each document as cut in zigzag, so queries would attend "
+            "to wrong tokens. Cut documents in zigzag (Megatron's --sft does), take "
+            "attention of local modules (modules='local'), or use one "
+            "context-parallel rank."
+        )
 
 
 class TorchSelfAttention(HasCpLayout, SelfAttention):

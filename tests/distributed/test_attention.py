@@ -16,9 +16,12 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.spec_utils import build_module
 from torch import nn
 
-from megatron_gdn import SequenceLayout
+from megatron_gdn import SequenceLayout, tree_packed_seq_params
 from megatron_gdn.context_parallel import local_indices
-from megatron_gdn.mixers.attention import TorchAttention
+from megatron_gdn.mixers.attention import (
+    TorchAttention,
+    class_with_tree_attention,
+)
 from megatron_gdn.specs.layer import local_attention_spec
 from tests.distributed.layer_laws import forward_backward, randomise_, thd
 from tests.distributed.mixer_laws import Mixers, parallel_equals_one_rank
@@ -281,6 +284,108 @@ def test_another_core_gets_queries_rotated_for_the_group_of_the_micro_batch():
     expected, _ = one(x, packed_seq_params=thd(lengths))
     actual, _ = layer(x, packed_seq_params=packed)
     assert_close("output", actual, expected, TOLERANCE)
+
+
+class CoreInZigzag(nn.Module):
+    """As Transformer Engine's: takes tokens as cut in zigzag, whatever the loader did."""
+
+    def __init__(self, config, layer_number, mask_type, attention_type, pg_collection):
+        super().__init__()
+        self.core = build_core(config, pg_collection, "zigzag")
+
+    def forward(self, *args, **kwargs):
+        return self.core(*args, **kwargs)
+
+
+def core_in_zigzag(cp: int, cp_layout: str) -> nn.Module:
+    return class_with_tree_attention(CoreInZigzag)(
+        attention_config(context_parallel_size=cp),
+        1,
+        AttnMaskType.causal,
+        "self",
+        pg_collection=groups_of_megatron(),
+        cp_layout=cp_layout,
+    )
+
+
+def local_qkv(tokens: int) -> list[torch.Tensor]:
+    torch.manual_seed(5)
+    return [torch.randn(tokens, heads, HEAD_SIZE) for heads in (HEADS, 2, 2)]
+
+
+OTHER_CUTS = [
+    ("contiguous", (8, 24, 16)),
+    ("contiguous", (48,)),
+    ("contiguous", None),
+    ("zigzag_buffer", (8, 0, 40)),
+]
+
+
+@pytest.mark.parametrize(("layout", "lengths"), OTHER_CUTS, ids=str)
+@on_ranks(cp=2)
+def test_a_core_in_zigzag_refuses_another_cut(layout, lengths):
+    packed = None if lengths is None else thd(lengths)
+    qkv = local_qkv(24)
+    if packed is None:
+        qkv = [x[:, None] for x in qkv]
+    core = core_in_zigzag(2, "zigzag")
+    core(*qkv, None, packed_seq_params=packed)
+    core.cp_layout = layout  # as set in a model that is built
+    for refusing in (core, core_in_zigzag(2, layout)):
+        with pytest.raises(
+            ValueError, match=f"micro-batch '{layout}' over 2 .*in zigzag"
+        ):
+            refusing(*qkv, None, packed_seq_params=packed)
+
+
+@pytest.mark.parametrize(
+    ("layout", "lengths"),
+    [("zigzag", (8, 24, 16)), ("zigzag_buffer", (0, 48, 0)), ("zigzag_buffer", None)],
+    ids=str,
+)
+@on_ranks(cp=2)
+def test_a_core_in_zigzag_takes_what_is_cut_as_in_zigzag(layout, lengths):
+    packed = None if lengths is None else thd(lengths)
+    qkv = local_qkv(24)
+    if packed is None:
+        qkv = [x[:, None] for x in qkv]
+    config = attention_config(context_parallel_size=2)
+    expected = build_core(config, groups_of_megatron(), layout)
+    assert torch.equal(
+        core_in_zigzag(2, layout)(*qkv, None, packed_seq_params=packed),
+        expected(*qkv, None, packed_seq_params=packed),
+    )
+
+
+@on_ranks(cp=2)
+def test_a_core_in_zigzag_refuses_nothing_that_is_not_cut():
+    """A micro-batch that brings a group of one rank, and trees, which run in a
+    `TorchAttention`."""
+    core = core_in_zigzag(2, "contiguous")
+    packed = thd((8, 16))
+    packed.cp_group = group_of_one()
+    packed.local_cp_size = 1
+    qkv = local_qkv(24)
+    alone_on_rank = build_core(attention_config(), alone(), "contiguous")
+    assert torch.equal(
+        core(*qkv, None, packed_seq_params=packed),
+        alone_on_rank(*qkv, None, packed_seq_params=thd((8, 16))),
+    )
+    tree = tree_packed_seq_params((16, 16, 16), (-1, 0, 0), device="cpu")
+    by_torch = build_core(
+        attention_config(context_parallel_size=2), groups_of_megatron(), "zigzag"
+    )
+    core.cp_layout = "zigzag"  # the hidden attention follows
+    assert torch.equal(
+        core(*qkv, None, packed_seq_params=tree),
+        by_torch(*qkv, None, packed_seq_params=tree),
+    )
+    core.cp_layout = "contiguous"
+    by_torch.cp_layout = "contiguous"
+    assert torch.equal(
+        core(*qkv, None, packed_seq_params=tree),
+        by_torch(*qkv, None, packed_seq_params=tree),
+    )
 
 
 @layouts
