@@ -351,9 +351,13 @@ def class_with_tree_attention(theirs: type) -> type:
     tokens of every context-parallel rank as cut in zigzag, document by document.
     """
 
-    class WithTreeAttention(theirs, HasCpLayout):
+    class WithTreeAttention(theirs):
         """``theirs``, but a tree of documents runs in a `TorchAttention`, and another
         cut than zigzag raises a ValueError."""
+
+        # Without Transformer Engine ``theirs`` is a stand-in of Megatron's, beside
+        # which Python allows no other base class.
+        cp_layout = HasCpLayout.cp_layout
 
         def __init__(
             self,

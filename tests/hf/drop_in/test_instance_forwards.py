@@ -9,6 +9,7 @@ import torch
 
 from megatron_gdn.hf import patch
 from tests.hf.drop_in.conftest import DENSE, KIMI, NEXT, mixer_of
+from tests.parallel import assert_close
 
 accelerate = pytest.importorskip("accelerate")
 
@@ -36,6 +37,13 @@ def logits(model) -> list[torch.Tensor]:
     return [model(TOKENS, use_cache=False, **each).logits for each in told]
 
 
+def assert_close_in_fp32(found, expected) -> None:
+    """Under accelerate's hooks the layer calls its norm's module, whose products are
+    rounded in another order: some units of fp32 in each layer."""
+    for a, b in zip(found, expected, strict=True):
+        assert_close("logits", a, b, 100 * torch.finfo(torch.float32).eps)
+
+
 def assert_same(found, expected) -> None:
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
@@ -57,7 +65,7 @@ def test_a_model_with_accelerates_hooks_runs_the_mixer(
     patched = patch(model, unpacked=unpacked)
     if order == "patch first":
         place(model)
-    assert_same(logits(model), logits(expected))
+    assert_close_in_fp32(logits(model), logits(expected))
     patched.undo()
     assert torch.equal(logits(model)[0], plain)
 
