@@ -129,6 +129,29 @@ def test_files_that_a_page_names_exist(page):
     assert absent(page) == []
 
 
+def names_in_code() -> set[str]:
+    """Every name that the code of this repository defines, reads or passes."""
+    found = set()
+    for folder in ("megatron_gdn", "specs", "tests", "benchmarks", "examples"):
+        for path in (ROOT / folder).rglob("*.py"):
+            found.add(path.stem)
+            for node in ast.walk(ast.parse(path.read_text())):
+                for field in ("name", "id", "attr", "arg", "module"):
+                    found.update(str(getattr(node, field, "")).split("."))
+    return found
+
+
+def test_names_of_code_that_a_contributor_reads_exist():
+    """Functions and attributes in CONTRIBUTING.md, where a renamed one would stay."""
+    rules = (ROOT / "CONTRIBUTING.md").read_text().partition("## Rules")[2]
+    named = set()
+    for text in re.findall(r"`([^`]+)`", rules):
+        named.update(re.findall(r"\w+(?=\()", text))  # calls
+        named.update(re.findall(r"^[a-z]+(?:_[a-z]+)*$", text))
+    assert {"choose", "begin", "repeats", "why_not"} <= named
+    assert named <= names_in_code(), named - names_in_code()
+
+
 def test_readme_has_a_link_to_every_page_but_those_of_the_api():
     text = (ROOT / "README.md").read_text()
     # README leads to what these include.
