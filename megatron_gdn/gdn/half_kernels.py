@@ -203,10 +203,10 @@ def _scale_launch(
 
 
 def lower_powers(
-    half: Tensor, up: Tensor, states: Tensor, key_heads: int, log2_bound: int
+    half: Tensor, up: Tensor, d_final: Tensor, key_heads: int, log2_bound: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Lower the powers of two ``up [H]`` of ``half``, in place, so that powers times
-    ``states`` are below ``2^log2_bound``.
+    ``d_final`` are below ``2^log2_bound``.
 
     Returns the ratios new / old, the new powers and their inverses, each ``[H]`` fp32,
     as :func:`.half_torch.lower_powers` does.
@@ -214,9 +214,9 @@ def lower_powers(
     B, S, H, V = half.shape
     assert half.is_contiguous()
     ratio = H // key_heads
-    K = states.shape[2]
+    K = d_final.shape[2]
     largest, tiles = _largest_of(
-        states.contiguous(), key_heads, states.shape[3], ratio * K
+        d_final.contiguous(), key_heads, d_final.shape[3], ratio * K
     )
     ratio_H, up_H, down_H = torch.empty(
         3, H, dtype=torch.float32, device=half.device

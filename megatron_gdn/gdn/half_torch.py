@@ -28,16 +28,16 @@ def to_half(
 
 
 def lower_powers(
-    half: Tensor, up: Tensor, states: Tensor, key_heads: int, log2_bound: int
+    half: Tensor, up: Tensor, d_final: Tensor, key_heads: int, log2_bound: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Lower the powers ``up [H]`` of :func:`to_half`, so that powers times ``states``
-    ``[N, H, K, V]`` are below 2^log2_bound.
+    """Lower the powers ``up [H]`` of :func:`to_half`, so that powers times the final
+    states' gradients ``d_final [N, H, K, V]`` are below 2^log2_bound.
 
     ``half``, the result of `to_half`, is multiplied in place by new / old powers;
     elements that become smaller than fp16's normal numbers are rounded again. Returns
     the ratios new / old, the new powers and the inverse powers, each ``[H]`` fp32.
     """
-    largest_exponent = power_exponent(states, key_heads, log2_bound, (0, 2, 3))
+    largest_exponent = power_exponent(d_final, key_heads, log2_bound, (0, 2, 3))
     H = len(up)
     # the value heads of a key head have the same power
     old_exponent = up.view(torch.int32)[:: H // key_heads] >> MANTISSA

@@ -37,9 +37,9 @@ def parse_object(content: bytes, where: str) -> JsonObject:
         raise ValueError(
             f"{where} is not JSON: its values are nested too deeply."
         ) from error
-    # The content is not UTF-8 or not JSON, lists a key twice, or has a number of
-    # thousands of digits.
     except ValueError as error:
+        # not UTF-8, not JSON, a key twice, or an integer with thousands of digits,
+        # which Python refuses
         raise ValueError(f"{where} is not JSON: {error}.") from error
     if not isinstance(parsed, dict):
         raise ValueError(

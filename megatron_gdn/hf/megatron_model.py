@@ -229,6 +229,7 @@ class _ExportedTensors:
         entry, source = maps[0]
         if source.expert is None:
             return self._cached_hf_tensors(entry)[source]
+        # not cached: a layer has more experts than the cache holds
         shape = self._like_files.specs[key].shape
         stacked = torch.empty(shape, dtype=self._dtype_of(key), device="cpu")
         for entry, source in maps:

@@ -13,8 +13,8 @@ NAMES_IN_TABLE = {
     "n_routed_experts": "num_experts",
     "moe_shared_expert_intermediate_size": "shared_expert_intermediate_size",
 }
-# Other names that older files have or that transformers takes -> canonical names, which
-# are those of NemotronHConfig.
+# A field's name in older files, or another name that transformers accepts -> its name in
+# NemotronHConfig.
 _OTHER_NAMES = {
     "attention_head_dim": "head_dim",
     "layer_types": "layers_block_type",

@@ -332,8 +332,8 @@ class _SeveralProducts(nn.Module):
         views = SplitRows.apply(weight, ends, adds_to_main_grad)
         if adds_to_main_grad:
             main_grad: Any = getattr(weight, "main_grad")  # noqa: B009 - Megatron's, undeclared
-            # The linear's backward looks for both attributes, as Megatron's parameters
-            # have them, and sets the second to True.
+            # As on Megatron's parameters, the linear's backward adds to ``main_grad`` and
+            # sets ``grad_added_to_main_grad`` to True.
             for view, grad in zip(views, main_grad.tensor_split(ends), strict=True):
                 vars(view).update(main_grad=grad, grad_added_to_main_grad=False)
         return views

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
     from .interface import Mixer
 
-# Megatron's StaticInferenceContext or DynamicInferenceContext, which have no attribute
-# in common that is read here.
+# Megatron's StaticInferenceContext or DynamicInferenceContext: after
+# ``is_static_batching`` the code here reads other attributes of each.
 InferenceContext = Any
 
 

@@ -179,8 +179,8 @@ class TensorMap:
         return full.split([source.slice_shape[0] for source in self.sources])
 
     def shards(self, full: Tensor, ranks: int) -> list[Tensor]:
-        """The share of ``full`` of each of ``ranks`` ranks; a ValueError if a section
-        cannot be split evenly."""
+        """Cut ``full`` into one share for each rank, ``ranks`` shares; a ValueError if a
+        section cannot be cut into equal parts."""
         dim = self.shard_dim
         if dim is None:
             return [full] * ranks

@@ -107,15 +107,15 @@ class Model:
         _require_legal_size("expert-parallel size ep", ep, self.expert_parallel_sizes())
         if cp < 1:
             raise ValueError(f"context-parallel size cp={cp} must be at least 1.")
-        pieces_per_rank = 1
+        fragments_per_rank = 1
         if cp > 1:
-            pieces_per_rank = 2
-        multiple = cp * lcm(pieces_per_rank, tp)
+            fragments_per_rank = 2
+        multiple = cp * lcm(fragments_per_rank, tp)
         if length < 1 or length % multiple:
             nearest = max(round(length / multiple), 1) * multiple
             raise ValueError(
                 f"length={length} must be a multiple of {multiple}, such as {nearest}, "
-                f"for tp={tp} and cp={cp}: zigzag cuts a sequence into 2 cp pieces, "
+                f"for tp={tp} and cp={cp}: zigzag cuts a sequence into 2 cp fragments, "
                 "and sequence parallelism cuts each rank's share by tp."
             )
 

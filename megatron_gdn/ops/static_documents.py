@@ -53,7 +53,7 @@ class StaticDocuments(Documents):
     _derivation_key: Hashable
     # each table's tensors, and the function that computes them again
     _tables: dict[Hashable, tuple[Callable[[], tuple[Tensor, ...]], tuple[Tensor, ...]]]
-    # the functions of :meth:`add_check`
+    # :meth:`fill` calls each function with the new lengths, if the host knows them
     _checks: dict[Hashable, Callable[[Sequence[int]], None]]
     # "fill": the stamp of the latest fill; "read": the stamp that the last forward read
     _stamps: dict[str, Tensor]

@@ -166,10 +166,10 @@ def layer_calls(
     ) -> None:
         """Add a call of ``use`` to ``found``.
 
-        ``tokens`` counts the tokens of all ranks. It is rounded up, so that each rank
-        has a multiple of _LENGTH_MULTIPLE tokens of every document or row. For
-        "states", ``tokens`` and ``documents`` are the tokens and the pieces of one
-        rank.
+        ``tokens`` are those of one row, of all ranks together. They are rounded up, so
+        that each rank has a multiple of _LENGTH_MULTIPLE tokens of every document or
+        row. For "states", ``tokens`` and ``documents`` are the tokens and the pieces of
+        one rank.
         """
         cp = headwise_ranks
         layout = "zigzag"
@@ -181,8 +181,8 @@ def layer_calls(
                 layout = "contiguous"
             documents = max(1, (documents or 1) // 2)
             tokens = tokens * cp
-        # Every document or row gives each rank an equal share of its tokens.
-        multiple = _LENGTH_MULTIPLE * cp * (documents or rows)
+        # Every document, or every row, gives each rank an equal share of its tokens.
+        multiple = _LENGTH_MULTIPLE * cp * (documents or 1)
         tokens = -(-tokens // multiple) * multiple
         found.append(LayerCall(use, cp, tokens, rows, documents, layout))
 

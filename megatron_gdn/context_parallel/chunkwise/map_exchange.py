@@ -156,13 +156,13 @@ def _steps_of(paths: StatePaths, ranks: int, device: torch.device) -> ChainSteps
     states = [j for r in range(ranks) for j in paths.receiving_nodes_of(r)]
     # A step is (index of the state to write, index of the map to apply after that).
     # NO_INDEX: the step writes no state, or applies no map.
-    chains = []
+    steps_of_paths = []
     for first, *between, last in paths.nodes_of_paths:
-        chain = [(NO_INDEX, maps.index(first))]
-        chain += [(states.index(j), maps.index(j)) for j in between]
-        chain += [(states.index(last), NO_INDEX)]
-        chains.append(chain)
-    return ChainSteps.build(chains, device)
+        steps = [(NO_INDEX, maps.index(first))]
+        steps += [(states.index(j), maps.index(j)) for j in between]
+        steps += [(states.index(last), NO_INDEX)]
+        steps_of_paths.append(steps)
+    return ChainSteps.build(steps_of_paths, device)
 
 
 def states_entering_nodes(

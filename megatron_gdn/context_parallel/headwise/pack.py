@@ -376,20 +376,21 @@ def _sum_launches(
 def move_rows(
     messages: Tensor,
     hp_rows: Tensor,
-    positions: Tensor,
+    peer_positions: Tensor,
     *,
     to_hp: bool,
     beside_transfer: bool = False,
 ) -> None:
-    """If ``to_hp``, copy row t of the joined ``messages`` to ``hp_rows[positions[t]]``,
-    else copy it back. Here ``positions`` are the rows of all peers' tokens."""
+    """If ``to_hp``, copy row t of the joined ``messages`` to row ``peer_positions[t]``
+    of ``hp_rows``, else copy it back. ``peer_positions`` has the rows of all peers'
+    tokens."""
     rows = messages.flatten(0, 1)
     # all columns of a message are copied, as if a single rank held them
     strips = strips_of(HeadShares.even(1, messages.shape[-1:]), _LARGEST_BLOCK_WIDTH)
     _launch_copy(
         rows,
         hp_rows,
-        positions,
+        peer_positions,
         strips,
         message_count=1,
         pack=to_hp,

@@ -89,14 +89,18 @@ def unpack_peers(
 def move_rows(
     messages: Tensor,
     hp_rows: Tensor,
-    positions: Tensor,
+    peer_positions: Tensor,
     *,
     to_hp: bool,
     beside_transfer: bool = False,
 ) -> None:
-    """If ``to_hp``, copy row t of the joined ``messages`` to ``hp_rows[positions[t]]``,
-    else copy it back; ``beside_transfer`` is not read."""
+    """If ``to_hp``, copy row t of the joined ``messages`` to row ``peer_positions[t]``
+    of ``hp_rows``, else copy it back.
+
+    ``peer_positions`` has the rows of all peers' tokens. ``beside_transfer`` is not
+    read.
+    """
     if to_hp:
-        hp_rows[positions] = messages.flatten(0, 1)
+        hp_rows[peer_positions] = messages.flatten(0, 1)
     else:
-        torch.index_select(hp_rows, 0, positions, out=messages.flatten(0, 1))
+        torch.index_select(hp_rows, 0, peer_positions, out=messages.flatten(0, 1))

@@ -132,7 +132,8 @@ def _compile_once(
                 compiled = compile_here(*args, **kwargs)
                 mark_as_cached(entry, compiled)
                 return compiled
-    return compile_here(*args, **kwargs)  # here tilelang loads the kernel from disk
+    # tilelang loads the kernel from disk; without a lock it may compile
+    return compile_here(*args, **kwargs)
 
 
 def _may_start_command() -> bool:

@@ -71,8 +71,8 @@ class ModelBatch:
     """The documents and the padding in the batch of one forward.
 
     ``share.documents`` are the documents of all ranks' tokens, row after row. They are
-    None if each row is one sequence. A stretch of padding counts as a document, so that
-    no state of padding reaches another document.
+    None if each row is one sequence. Among packed documents a stretch of padding counts
+    as a document, so that no state of padding reaches another document.
     """
 
     share: MicroBatchShare
@@ -98,8 +98,11 @@ class ModelBatch:
 
     @property
     def positions(self) -> Tensor:
-        """The position of each of this rank's tokens in its document, 0 at padding; int64
-        ``[B or 1, s]`` on the host."""
+        """The position of each of this rank's tokens in its document, or in its row if
+        each row is one sequence; int64 ``[B or 1, s]`` on the host.
+
+        Packed documents have 0 at padding; else the numbers go on through padding.
+        """
         documents = self.share.documents
         ids = self.document_ids
         if documents is None or ids is None:

@@ -129,8 +129,8 @@ def _zero_nonfinite_tokens(x: ChunkValues) -> tuple[ChunkValues, Tensor]:
     The second result, bool ``[b, C]``, is True at the first zeroed token of a chunk and
     at all later tokens of the chunk: the caller must set their outputs to NaN. The
     zeros are needed, since in a product with a triangular matrix 0 times a later
-    token's NaN would make an earlier output NaN. A q that is not finite is not changed:
-    only its own token's output depends on it.
+    token's NaN would make an earlier output NaN. q and ``skip`` are not changed: only
+    their own token's output depends on them.
     """
     g = x.g.clamp(min=least_log_decay(x.g.dtype))  # -inf is legal
     # x * 0 is NaN if x is NaN or inf, so x * 0 != 0 finds the numbers that are not
@@ -222,6 +222,7 @@ class _Decays(torch.autograd.Function):
         start = G.exp().to(g.dtype)
         end = (G[:, -1:] - G).exp_().to(g.dtype)
         if not pairs:
+            # Only state maps without an erase lack pairs, and they have no backward.
             return start, end
         b, C = g.shape
         decay = g.new_empty(b, C, C)  # exp(G_i - G_j)

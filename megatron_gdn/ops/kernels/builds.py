@@ -27,7 +27,7 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 _LONGEST_WAIT = 1800.0  # seconds; all kernels of FlashQLA take minutes on a few cores
-# A shorter call only loads a kernel from disk and is not logged.
+# A build that takes less time only loads a kernel from disk; nothing is logged.
 _SECONDS_BEFORE_LOG = 0.5
 
 

@@ -267,7 +267,7 @@ class SplitReadout:
         out: Tensor | None = None,
     ) -> Tensor:
         """Run both steps on ``o [B, S, H, V]``; the result is ``[S, B, H V]``, written
-        to ``out`` if given. All heads must be on this rank."""
+        to ``out`` if given. All heads must be on this rank, as in generation."""
         y = self.second_step(self.first_step.forward(o, rows, gamma), rows)
         if out is None:
             return y
