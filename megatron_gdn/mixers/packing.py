@@ -281,7 +281,8 @@ def _contexts_of_callers() -> Iterator[FunctionCtx]:
     frame = sys._getframe()
     while frame is not None:
         if frame.f_code.co_varnames[:1] == ("ctx",):
-            context = frame.f_locals["ctx"]
+            # None before the variable's first value, and after del
+            context = frame.f_locals.get("ctx")
             if isinstance(context, FunctionCtx):
                 yield context
         frame = frame.f_back

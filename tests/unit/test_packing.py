@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy
 import pytest
@@ -17,9 +18,14 @@ from megatron_gdn import (
     tree_packed_seq_params,
 )
 from megatron_gdn.context_parallel.headwise.functional import _documents_of
-from megatron_gdn.mixers.packing import TREE_FORMAT, resolve_packed_seq_params
+from megatron_gdn.mixers.packing import (
+    TREE_FORMAT,
+    MicroBatchShare,
+    resolve_packed_seq_params,
+)
 from megatron_gdn.ops.static_documents import StaticDocuments
 from megatron_gdn.ops.trees import TreeDocuments
+from tests.host_reads import no_host_reads
 
 CPU = torch.device("cpu")
 
@@ -401,6 +407,44 @@ def test_documents_of_boundaries_on_the_host_are_on_the_rows_device(kind):
         documents = _documents_of(given, 5, device)
         assert documents.device == device and documents.offsets == (0, 3, 5)
         assert _documents_of(given, 5, device).device == device
+
+
+def test_an_exchange_reads_boundaries_at_their_first_use_alone():
+    """And again once they have changed, or for rows on another device."""
+    given = torch.tensor([0, 3, 5])
+    first = _documents_of(given, 5, CPU)
+    with no_host_reads():
+        assert _documents_of(given, 5, CPU) is first
+    given[1] = 4
+    assert _documents_of(given, 5, CPU).offsets == (0, 4, 5)
+
+
+@pytest.mark.parametrize("packed", [None, PackedSeqParams(local_cp_size=1)])
+def test_without_a_group_a_micro_batch_is_one_ranks(packed):
+    """Megatron's dynamic context parallelism names no group for a size of 1."""
+    share = MicroBatchShare.of(packed, None, None, 5, CPU)
+    assert share.positions.tolist() == [0, 1, 2, 3, 4]
+    (document,) = share.local_documents
+    assert document.first_key == 0
+
+
+@pytest.mark.parametrize("own", [None, 3, SimpleNamespace(step=3)])
+def test_a_callers_own_ctx_is_no_checkpoint(own):
+    """The first variable of a caller may have the name of autograd's contexts."""
+
+    def evaluate(ctx):
+        return resolve_packed_seq_params(thd([0, 4, 12]), 12, CPU)
+
+    def before_its_first_value():
+        documents.append(resolve_packed_seq_params(thd([0, 4, 12]), 12, CPU))
+        ctx = documents.pop()
+        return ctx
+
+    documents = []
+    before = copy.copy(own)
+    with torch.no_grad():
+        assert evaluate(own).offsets == before_its_first_value().offsets
+    assert own == before
 
 
 def test_fixed_buffers_made_in_an_evaluation_are_filled_in_training():
