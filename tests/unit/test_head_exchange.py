@@ -82,6 +82,8 @@ def test_heads_groups_and_copies_of_a_rank(sizes, local):
     cp, _ = adapter(*sizes)
     assert (cp.num_heads_local, cp.n_groups_local, cp.group_repeat_count) == local
     assert (cp.d_inner, cp.d_inner_local) == (sizes[0] * DIM, local[0] * DIM)
+    whole = (cp.num_heads, cp.n_groups, cp.cp_size, cp.head_dim, cp.d_state)
+    assert whole == (*sizes, DIM, STATE)
 
 
 @pytest.mark.parametrize(

@@ -27,3 +27,16 @@ def test_gathered_parameters_are_waited_for_once_and_the_hooks_are_back():
     assert dict(norm._forward_pre_hooks) == before
     norm(3)
     assert calls[3:] == ["waits", "other"]
+
+
+def test_the_input_of_a_module_is_made_for_its_pre_hooks_alone():
+    """Hooks that do not run get none: to make it may be a copy of all tokens."""
+    made = []
+    norm = nn.Identity()
+    norm.register_forward_hook(print)
+    hooks.run_pre_hooks(norm, lambda: made.append("input"))
+    assert made == []
+    norm.register_forward_pre_hook(lambda module, inputs: None)
+    norm.register_forward_pre_hook(lambda module, inputs: None)
+    hooks.run_pre_hooks(norm, lambda: made.append("input"))
+    assert made == ["input"]

@@ -109,6 +109,13 @@ def test_a_state_of_the_modules_own_dtype_is_not_called_rounded(caplog, dtype):
     assert not caplog.records
 
 
+def test_what_a_file_lacks_is_not_called_rounded(caplog):
+    module = Small()
+    state = {k: v for k, v in module.state_dict().items() if k != "A_log"}
+    assert module.load_state_dict(state, strict=False).missing_keys == ["A_log"]
+    assert not caplog.records
+
+
 @pytest.mark.parametrize("fused", [True, False])
 def test_only_a_fusion_that_is_on_is_switched_off_and_told(fused, monkeypatch):
     """Megatron-FSDP over nccl, with a layer's parameters of two dtypes."""

@@ -23,6 +23,7 @@ from megatron_gdn.context_parallel.price import (
     LinearCpMode,
     map_exchange_traffic,
     price,
+    transfer_time,
 )
 from tests.gdn_mixer import gdn_dims
 
@@ -77,6 +78,14 @@ def test_long_sequences_go_chunkwise_and_many_short_documents_headwise():
     assert (
         priced(4, 131072, lengths=(1024,) * 128).cheaper_mode is LinearCpMode.HEADWISE
     )
+
+
+@pytest.mark.parametrize("n", [1, 2, 4, 8])
+def test_the_slower_of_the_two_wires_is_waited_for(n):
+    """NVLink too, where it is as slow as the network: each has its own peers."""
+    per_peer = 5e6
+    found = transfer_time(7 * per_peer, 8, n, nvlink_speed=NETWORK_SPEED)
+    assert found == pytest.approx(max(n - 1, 8 - n) * per_peer / NETWORK_SPEED)
 
 
 def by_hand(s, cp, n, heads, layout):

@@ -248,6 +248,7 @@ class MambaContextParallel:
             or ``conv1d_weight`` and ``conv1d_bias``.
 
     Attributes:
+        num_heads, head_dim, n_groups, d_state, mixer, cp_group: the arguments.
         num_heads_local, n_groups_local, d_inner_local: heads, groups and channels of
             one rank.
         group_repeat_count: the number of ranks that hold a copy of the same group.
