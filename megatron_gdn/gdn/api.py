@@ -13,7 +13,7 @@ from ..ops.delta_rule.base import HeadSizes, RuleGrads, RuleInputs, check_rule_i
 from ..ops.delta_rule.plain import PlainRule
 from ..ops.documents import Documents
 from ..ops.elementwise import l2norm
-from ..ops.rules.base import Bits, Rule, SavedForBackward
+from ..ops.rules.base import Bits, Rule, SavedForBackward, contiguous_state
 from ..ops.rules.token_rule import recurrence
 from ..ops.state_maps.state_map import StateMap
 from .rule import RULES, resolve_rule
@@ -248,14 +248,15 @@ class _RunRule(torch.autograd.Function):
         """The output ``[B, S, H, V]``, and the final states if ``with_final``;
         ``initial`` may be None (zeros).
 
-        Only :class:`PlainRule` takes q, k and v that are not contiguous. For other
-        rules they are copied.
+        Only :class:`PlainRule` takes inputs and states that are not contiguous. For
+        other rules they are copied, as is ``d_final`` in the backward.
         """
         ctx.dtypes = [x.dtype for x in (q, k, v, g, beta)]
-        if not isinstance(rule, PlainRule):
-            q, k, v = (x.contiguous() for x in (q, k, v))
         g, beta = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (g, beta))
         inputs = RuleInputs(q, k, v, g, beta)
+        if not isinstance(rule, PlainRule):
+            inputs = RuleInputs._make(x.contiguous() for x in inputs)
+            initial = contiguous_state(initial)
         o, final, saved = rule.begin(inputs, documents).run(initial, final=with_final)
         ctx.save_for_backward(*inputs, initial, *saved.tensors)
         ctx.rule = rule
@@ -278,6 +279,8 @@ class _RunRule(torch.autograd.Function):
         q, k, v, g, beta, initial, *kept = ctx.saved_tensors
         inputs = RuleInputs(q, k, v, g, beta)
         saved = SavedForBackward(tuple(kept), ctx.other_values)
+        if not isinstance(ctx.rule, PlainRule):
+            d_final = contiguous_state(d_final)
         # as in a layer: None in place of each input that the rule's backward does not
         # read
         unread = set(RuleInputs._fields) - ctx.rule.backward_reads

@@ -20,7 +20,7 @@ from megatron_gdn.ops.delta_rule.plain import PlainRule
 from megatron_gdn.ops.documents import Documents
 from megatron_gdn.ops.obstacles import log_obstacle_once, why_not_flash_qla
 from megatron_gdn.ops.rules import repeatable
-from megatron_gdn.ops.rules.base import Bits, RuleBackward
+from megatron_gdn.ops.rules.base import Bits, Rule, RuleBackward
 from megatron_gdn.ops.rules.repeatable import RepeatableSetup
 from tests.gdn_mixer import gated_delta_mixer
 from tests.ops.delta_rule.test_gated_delta_rule import make_inputs
@@ -282,3 +282,51 @@ def test_maps_made_in_the_backward_give_the_gradient_of_the_initial_states(offse
     expected = found(by(PlainRule()), inputs)
     for name, got in found(by(MapsInBackward()), inputs).items():
         torch.testing.assert_close(got, expected[name], rtol=1e-10, atol=1e-10)
+
+
+class OfKernels(Rule):
+    """The plain rule of tensors of which a kernel could take the address alone."""
+
+    backward_reads = PlainRule.backward_reads
+
+    def begin(self, inputs, documents):
+        return require_contiguous(PlainRule().begin(inputs, documents), "run", inputs)
+
+    def begin_backward(self, d_o, inputs, saved, documents):
+        begun = PlainRule().begin_backward(d_o, inputs, saved, documents)
+        return require_contiguous(begun, "run_with_d_initial", (d_o, *inputs))
+
+
+def require_contiguous(begun, method, inputs):
+    run = getattr(begun, method)
+
+    def checked(*states, **options):
+        given = [x for x in (*inputs, *states) if isinstance(x, torch.Tensor)]
+        assert all(x.is_contiguous() for x in given)
+        return run(*states, **options)
+
+    setattr(begun, method, checked)
+    return begun
+
+
+def strided(x):
+    return x.transpose(1, -1).contiguous().transpose(1, -1)
+
+
+def test_kernels_are_given_contiguous_tensors():
+    inputs = [strided(x) for x in make_inputs(2, 70, 2, 4, 8, 6, 1.0)]
+    leaves = [x.requires_grad_() for x in inputs]
+
+    def by(rule):
+        o, final = run_rule(
+            rule,
+            RuleInputs(*leaves[:5]),
+            None,
+            initial_state=leaves[5],
+            output_final_state=True,
+        )
+        weights = strided(o.detach()), strided(final.detach())
+        return o, final, *torch.autograd.grad((o, final), leaves, weights)
+
+    for got, exact in zip(by(OfKernels()), by(PlainRule()), strict=True):
+        torch.testing.assert_close(got, exact, rtol=1e-10, atol=1e-10)

@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 
+from megatron_gdn.gdn.api import run_rule
 from megatron_gdn.gdn.rule import FlaGDN
 from megatron_gdn.gdn2.rule import FlaGDN2, GDN2Inputs, PlainGDN2
 from megatron_gdn.kda.rule import FlaKDA
@@ -195,4 +196,22 @@ def test_rows_second_runs_and_fixed_buffers(kernels):
     static.fill(documents.offsets)
     found = run_in_segments(rule, inputs, d_o, static)
     for name, got, exact in zip(NAMES, found, expected, strict=True):
+        assert_close(name, got, exact)
+
+
+def test_the_function_takes_heads_before_tokens(kernels):
+    """fla's kernels take an address alone, of each input."""
+    torch.manual_seed(0)
+    inputs, d_o = gdn(2, 20)
+
+    def by(rule, given):
+        leaves = RuleInputs(*(x.requires_grad_() for x in given))
+        o, _ = run_rule(rule, leaves, None)
+        return o, *torch.autograd.grad(o, leaves, d_o.to(o.dtype))
+
+    expected = by(PlainRule(), [x.double() for x in inputs])
+    heads_first = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in inputs]
+    for name, got, exact in zip(
+        ("o", *NAMES[1:6]), by(FlaGDN(), heads_first), expected, strict=True
+    ):
         assert_close(name, got, exact)

@@ -286,6 +286,13 @@ def map_inputs(inputs: Inputs, change: Callable[[Tensor], Tensor]) -> Inputs:
     return inputs._make(None if x is None else change(x) for x in inputs)
 
 
+def contiguous_state(state: Tensor | None) -> Tensor | None:
+    """A contiguous state, since kernels of other packages do not read its strides."""
+    if state is None:
+        return None
+    return state.contiguous()
+
+
 def in_one_row(x: Inputs) -> Inputs:
     """View a tensor ``[B, S, ...]``, or each tensor of a tuple of inputs, as
     ``[1, B S, ...]``."""

@@ -35,6 +35,7 @@ from .base import (
     RuleOutput,
     SavedForBackward,
     Sizes,
+    contiguous_state,
     in_rows,
 )
 from .fla_configurations import without_autotuning
@@ -78,13 +79,6 @@ class ChunkProducts(NamedTuple):
     saved: tuple[Tensor, ...]  # tensors for the backward
     # an argument of fla's function for the output: products of q and k, or q itself
     scores: Tensor | None = None
-
-
-def contiguous_state(state: Tensor | None) -> Tensor | None:
-    """A contiguous state, since fla's kernels do not read the strides of a state."""
-    if state is None:
-        return None
-    return state.contiguous()
 
 
 class FlaForward(RuleForward):
