@@ -209,6 +209,32 @@ def test_on_a_cpu_the_plain_rule_runs_exact_and_repeats():
     assert "10 repeats equal in 6 tensors" in found[-1].text
 
 
+def test_a_gradient_that_is_zero_has_no_error():
+    """The decay before the only token of a document changes nothing."""
+    state, text = said(checks.check_rules(SMALL, 1), "rule, errors")
+    assert state == "ok" and float(text.split()[1].rstrip(",")) < 1e-5
+
+
+def test_random_inputs_have_the_device_and_the_dtypes_of_a_layer():
+    inputs = checks._random_inputs(SMALL, 5, torch.device("meta"), torch.bfloat16)
+    assert {x.device.type for x in inputs} == {"meta"}
+    assert [x.dtype for x in inputs] == [torch.bfloat16] * 3 + [torch.float32] * 2
+
+
+class Chosen(Exception):
+    """Ends a check where it chooses the rule, which a CPU could not run."""
+
+
+def test_on_a_gpu_the_rules_are_those_of_bf16_layers(hopper, monkeypatch):
+    def choose(device, dtype, sizes):
+        assert (device.type, dtype, sizes) == ("cuda", torch.bfloat16, SMALL)
+        raise Chosen
+
+    monkeypatch.setattr(checks, "resolve_rule", choose)
+    with pytest.raises(Chosen):
+        list(checks.check_rules(SMALL, 70))
+
+
 class Worse(PlainRule):
     """Rounds its values to bf16, as the plain rule does not."""
 

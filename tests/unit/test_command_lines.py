@@ -1,6 +1,7 @@
 """What the commands say before any of them does its work."""
 
 import json
+import re
 import subprocess
 import sys
 from importlib import import_module
@@ -74,6 +75,26 @@ def test_a_wrong_option_is_answered_with_the_nearest_in_one_line(given, near):
     error = command(f"megatron_gdn.{name}", *words, ends=2).stderr
     assert error.startswith("error: ") and error.count("\n") == 1
     assert f"did you mean {near}?" in error
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("doctor --heads 1:0", "KEY:VALUE, such as 16:32; .* are at most 16384"),
+        ("doctor --head-dim 0", "a whole number from 1 to 16384"),
+        ("doctor --tokens 0", "a whole number from 1 to 1048576"),
+        ("warm_up --tp 0", "a whole number from 1 to 1024"),
+        ("warm_up --cp 0", "a whole number from 1 to 1024"),
+        ("warm_up --processes 0", "a whole number from 1 to 4096"),
+        ("warm_up --multiprocessors 0", "a whole number from 1 to 1024"),
+    ],
+)
+def test_the_largest_numbers_of_options_stay(given, said, capsys):
+    name, *words = given.split()
+    with pytest.raises(SystemExit):
+        import_module(f"megatron_gdn.{name}.__main__").main(words)
+    error = capsys.readouterr().err
+    assert re.search(rf" {words[1]} is not {said} \(see --help\)\n$", error), error
 
 
 def test_an_option_that_help_does_not_show_is_not_suggested():
