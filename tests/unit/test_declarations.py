@@ -117,14 +117,14 @@ def test_a_misspelt_field_of_sizes_is_no_new_attribute():
 def own_caches():
     """Each cache of a function or method, by its name."""
     for module in modules():
-        for name, x in vars(module).items():
+        for x in vars(module).values():
             inner = vars(x) if isinstance(x, type) else {}
             for function in (x, *inner.values()):
                 function = getattr(function, "__func__", function)
                 if not hasattr(function, "cache_parameters"):
                     continue
                 if function.__module__ == module.__name__:
-                    yield f"{module.__name__}.{name}", function
+                    yield f"{module.__name__}.{function.__qualname__}", function
 
 
 def test_every_cache_says_how_much_it_keeps():

@@ -13,7 +13,8 @@ from megatron_gdn.ops import (
 )
 from megatron_gdn.ops.delta_rule.base import RuleInputs
 from megatron_gdn.ops.delta_rule.plain import PlainRule
-from megatron_gdn.ops.elementwise import least_log_decay
+from megatron_gdn.ops.documents import documents_of_rows, one_document
+from megatron_gdn.ops.elementwise import least_log_decay, softplus
 from tests.ops.test_plain_rules import DELTA, delta_inputs, states
 
 from .states import backward_of, documents_of
@@ -202,7 +203,17 @@ def test_resolved_documents_keep_their_tensors():
     assert documents.position_T.tolist() == [0, 1, 2, 0, 1, 2, 3, 4]
     assert documents.cu_seqlens.tolist() == [0, 3, 8]
     assert documents.position_T is documents.position_T
+
+
+def test_documents_that_need_no_change_are_handed_on_with_their_tables():
+    cpu = torch.device("cpu")
+    documents = Documents((0, 3, 3, 8), cpu)
     assert Documents.from_cu_seqlens(documents, 8) is documents
+    assert documents_of_rows((1, 8), cpu, documents) is documents
+    assert documents.to(cpu) is documents.on_host() is documents
+    assert documents_of_rows((1, 8), cpu) is one_document(8, cpu)
+    rows = documents_of_rows((2, 8), cpu, documents)
+    assert rows.offsets == (0, 3, 3, 8, 11, 11, 16)
 
 
 rule = PlainRule()
@@ -269,12 +280,16 @@ def test_any_decay_rate_gives_finite_gates_and_gradients(A_log, dtype):
     assert (alpha.grad[1] == 0).all()
 
 
-def test_ordinary_gates_keep_their_bits():
-    alpha, beta, A_log, dt_bias = torch.randn(4, 50, 4)
-    A_log = A_log[0] + 2
-    dt_bias = dt_bias[0]
+@pytest.mark.parametrize("seed", range(3))
+def test_ordinary_gates_keep_their_bits(seed):
+    """Clamps change no decay. The softplus is the package's: torch's own rounds an
+    element by where it stands."""
+    torch.manual_seed(seed)
+    alpha, beta, dt_bias = torch.randn(3, 50, 4)
+    A_log = torch.tensor([-3.0, 0.0, 3.0, 60.0])
+    dt_bias = dt_bias[0] - A_log.clamp(min=3)
     g, _ = decay_and_write_gates(alpha, beta, A_log, dt_bias)
-    plain = -A_log.exp() * torch.nn.functional.softplus(alpha + dt_bias)
+    plain = -A_log.exp() * softplus(alpha + dt_bias)
     assert torch.equal(g, plain.clamp(min=-104)) and torch.equal(g.exp(), plain.exp())
 
 
