@@ -2,6 +2,7 @@
 be had."""
 
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,9 @@ from megatron_gdn.gdn.api import (
 from megatron_gdn.gdn.flash_qla import rule as flash_qla
 from megatron_gdn.gdn.flash_qla.rule import FlashQlaRule
 from megatron_gdn.gdn.rule import FlaGDN, resolve_rule
+from megatron_gdn.gdn2.rule import FlaGDN2
+from megatron_gdn.kda.rule import FlaKDA
+from megatron_gdn.mamba2.rule import FlaSSD
 from megatron_gdn.ops.delta_rule.base import HeadSizes, RuleInputs
 from megatron_gdn.ops.delta_rule.plain import PlainRule
 from megatron_gdn.ops.documents import Documents
@@ -22,6 +26,7 @@ from megatron_gdn.ops.obstacles import log_obstacle_once, why_not_flash_qla
 from megatron_gdn.ops.rules import repeatable
 from megatron_gdn.ops.rules.base import Bits, Rule, RuleBackward
 from megatron_gdn.ops.rules.repeatable import RepeatableSetup
+from megatron_gdn.ops.state_maps.state_map import StateShape
 from tests.gdn_mixer import gated_delta_mixer
 from tests.ops.delta_rule.test_gated_delta_rule import make_inputs
 from tests.processes import python
@@ -100,6 +105,29 @@ def test_an_aligned_rule_is_flash_qla_where_it_was_seen_to_repeat_and_else_plain
     assert chosen("cpu") == chosen(dtype=torch.float32) == "reference"
     assert chosen(sizes=HeadSizes(16, 64, 128, 128)) == "reference"
     assert chosen(backend="reference") == "reference"
+
+
+@pytest.mark.parametrize("rule", [FlaGDN, FlaGDN2, FlaKDA, FlaSSD])
+def test_flas_rules_repeat_where_they_were_seen_to(rule, monkeypatch):
+    (setup,) = rule.repeatable_setups
+    installed = dict(setup.versions)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(repeatable, "installed_version", installed.get)
+
+    def found(dtype, rows, columns):
+        state = StateShape(2, rows, columns)
+        sizes = SimpleNamespace(**state._asdict(), state_shape=state)
+        return rule.repeats(torch.device("cuda"), dtype, sizes)
+
+    dims = (128, 64) if rule is FlaSSD else (128, 128)
+    repeated, evidence = found(torch.bfloat16, *dims)
+    assert repeated and "equal on an H200" in evidence
+    assert not found(torch.float16, *dims).repeated
+    assert not found(torch.bfloat16, 64, 64).repeated
+    for package in ("flash-linear-attention", "triton"):
+        with monkeypatch.context() as other:
+            other.setitem(installed, package, "0.1")
+            assert not found(torch.bfloat16, *dims).repeated
 
 
 @pytest.mark.parametrize(

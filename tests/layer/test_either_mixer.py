@@ -206,3 +206,13 @@ def test_a_mixer_has_the_biases_that_are_asked_for(kind, asked):
     names = dict(whole(kind, **options).named_parameters())
     assert ("in_proj.bias" in names) is (asked and kind != "mamba2")
     assert ("conv1d.bias" in names or "conv1d_bias" in names) is asked
+
+
+@each_mixer
+def test_without_initialisation_no_method_of_the_config_is_called(kind):
+    def method(weight):
+        raise AssertionError("a checkpoint is loaded next")
+
+    methods = {"init_method": method, "output_layer_init_method": method}
+    layer = whole(kind, {"perform_initialization": False, **methods})
+    assert layer.config.init_method is method

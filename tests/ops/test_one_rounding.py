@@ -89,10 +89,12 @@ def test_states_and_maps_lie_in_memory_as_kernels_read_them(kind):
     [
         l2norm,
         lambda x: rms_norm(x, torch.full((6,), 0.75, dtype=x.dtype)),
+        # 1 + weight would be 1 in bf16
+        lambda x: rms_norm(x, x.new_full((6,), 2**-8), zero_centered=True),
         lambda x: grouped_rms_norm(x, torch.full((6,), 0.75, dtype=x.dtype), 2, 1e-6),
         lambda x: causal_conv1d(x, torch.full((6, 4), 0.25, dtype=x.dtype))[0],
     ],
-    ids=["l2norm", "rms_norm", "grouped_rms_norm", "causal_conv1d"],
+    ids=["l2norm", "rms_norm", "zero-centred", "grouped_rms_norm", "causal_conv1d"],
 )
 def test_a_function_rounds_once(function):
     x = random(3, 2, 9, 6)

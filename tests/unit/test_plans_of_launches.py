@@ -138,3 +138,21 @@ def test_a_long_sequence_has_fewer_tiles_than_a_grid_takes():
 def test_limits_of_gates_in_kernels_are_those_of_fp32():
     assert elementwise.LARGEST_A_LOG.value == largest_A_log(torch.float32)
     assert elementwise.LEAST_LOG_DECAY.value == least_log_decay(torch.float32)
+
+
+def test_the_two_instructions_of_a_gpus_sigmoid_give_the_sigmoid(monkeypatch):
+    instructions = {
+        ("ex2.approx.ftz.f32 $0, $1;", "=f,f"): torch.exp2,
+        ("rcp.approx.ftz.f32 $0, $1;", "=f,f"): torch.reciprocal,
+    }
+
+    def run(text, registers, arguments, **_):
+        return instructions[text, registers](*arguments)
+
+    triton_language = SimpleNamespace(inline_asm_elementwise=run, float32=torch.float32)
+    monkeypatch.setattr(elementwise, "tl", triton_language)
+    monkeypatch.setattr(elementwise, "_CAN_RUN_PTX", True)
+    factor = elementwise._MINUS_LOG2_E.value
+    monkeypatch.setattr(elementwise, "_MINUS_LOG2_E", factor)
+    x = torch.linspace(-100, 100, 401)
+    torch.testing.assert_close(elementwise.sigmoid.fn(x), x.sigmoid())
