@@ -45,7 +45,8 @@ class ChunkValues(NamedTuple):
 
     q: Tensor  # [m, C, K]
     k: Tensor  # [m, C, K]
-    e: Tensor | None  # [m, C, K]; None: nothing is erased
+    # [m, C, K]; None: nothing is erased, which no rule with g per channel asks for
+    e: Tensor | None
     u: Tensor  # [b, C, V]
     # [b, C], [b, C, K], or [m, C, K] if a key head's value heads share one decay
     g: Tensor
@@ -325,28 +326,22 @@ def _products_per_channel(x: ChunkValues, output: bool) -> _Products:
     q = repeated(x.q, len(x.g))
     k = repeated(x.k, len(x.g))
     e = repeated(x.e, len(x.g))
-    assert q is not None and k is not None
-    if e is not None and x.strength is not None:
+    assert q is not None and k is not None and e is not None
+    if x.strength is not None:
         e = e * x.strength[..., None]
     g = x.g.clamp(min=least_log_decay(x.g.dtype))
-    queries = []
-    if output:
-        queries.append(q)
-    if e is not None:
-        queries.append(e)
-    pairs: list[Tensor] = []
-    if queries:
-        # The halves' tensors take twice the memory of P and A, so the backward makes
-        # them again.
-        products = run_saving_inputs(_decayed_products, torch.stack(queries, 2), k, g)
-        pairs = list(products.unbind(2))
+    queries = [q, e] if output else [e]
+    # The halves' tensors take twice the memory of P and A, so the backward makes them
+    # again.
+    products = run_saving_inputs(_decayed_products, torch.stack(queries, 2), k, g)
+    pairs = products.unbind(2)
     start = _sum_tokens(g, 0, earlier=True).exp()  # exp(G)
     end = _sum_tokens(g, 1, earlier=False).exp()  # exp(G_C - G)
     per_g_head = _Products(
         P=pairs[0] if output else None,
-        A=None if e is None else pairs[-1],
+        A=pairs[-1],
         q_in=q * start if output else None,
-        e_in=None if e is None else e * start,
+        e_in=e * start,
         k_out=k * end,
         decay=start[:, -1, :, None],
     )

@@ -338,12 +338,11 @@ def conv_head_step(
                     past_raw,
                     mask=real_D,
                 )
-    x_D = x_raw.to(history_ptr.dtype.element_ty)
-    tl.store(past_ptr + HISTORY_ROWS - 1, x_D, mask=real_D)
+    tl.store(past_ptr + HISTORY_ROWS - 1, x_raw, mask=real_D)
     if HAS_AFTER:
         tl.store(
             after_ptr + (column + d_D) * HISTORY_ROWS + HISTORY_ROWS - 1,
-            x_D,
+            x_raw,
             mask=real_D,
         )
     if HAS_BIAS:
