@@ -7,12 +7,31 @@ import pytest
 import torch
 
 from megatron_gdn.gdn.front import gdn_table
+from megatron_gdn.gdn2.front import gdn2_table
+from megatron_gdn.gdn2.sizes import gdn2_layout
+from megatron_gdn.gdp.front import gdp_table
+from megatron_gdn.gdp.sizes import gdp_layout
+from megatron_gdn.kda.front import kda_table
+from megatron_gdn.kda.sizes import kda_layout
+from megatron_gdn.mamba2.front import mamba2_table
 from megatron_gdn.ops.delta_rule.base import HeadSizes, RuleGrads
 from megatron_gdn.ops.front import gates
-from megatron_gdn.ops.front.history import HistoryTable
+from megatron_gdn.ops.front.history import HistoryTable, history_of
 from megatron_gdn.ops.front.plain import PlainFront, front_of
 from megatron_gdn.ops.obstacles import log_obstacle_once
+from megatron_gdn.ops.trees import TreeDocuments
+from tests.mamba2.oracle import layout_of
+from tests.ops.delta_rule.states import documents_of
 from tests.ops.test_mixer import make_inputs
+
+SIZES = HeadSizes(1, 2, 6, 4)
+TABLES = {
+    "gdn": gdn_table(SIZES.layout),
+    "gdn2": gdn2_table(gdn2_layout(SIZES)),
+    "gdp": gdp_table(gdp_layout(SIZES, 2)),
+    "kda": kda_table(kda_layout(SIZES)),
+    "mamba2": mamba2_table(layout_of(2, 1, 4, 6)),
+}
 
 
 @pytest.mark.parametrize(
@@ -101,3 +120,57 @@ def test_the_gradients_that_return_for_a_token_are_added_in_the_order_of_its_row
     for token, *sources in table.gradient_additions.tolist():
         expected = [number for number, other in enumerate(sent) if other == token]
         assert [source for source in sources if source >= 0] == expected
+
+
+def _tables_of_histories():
+    """Of batch rows, of documents and of a tree, all with W = 4."""
+    yield history_of(torch.zeros(2, 5, 3), None, 7).table
+    documents = documents_of((5, 0, 1, 9, 2))
+    yield history_of(torch.zeros(5, 5, 3), documents, 17).table
+    tree = TreeDocuments((0, 5, 6, 10), torch.device("cpu"), (-1, 0, 1), (5, 1, 4))
+    link = tree.history(3)
+    assert link is not None
+    yield link.table
+
+
+def test_a_token_has_the_index_of_its_place_in_an_edge_or_none():
+    """Token 0 too."""
+    for table in _tables_of_histories():
+        edge = table.edge_tokens.flatten().tolist()
+        tokens = range(len(table.edge_index))
+        expected = [edge.index(token) if token in edge else -1 for token in tokens]
+        assert table.edge_index.tolist() == expected
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_parameters_and_rows_in_bf16_are_computed_with_in_fp32(name):
+    """Convolved inputs and gradients are rounded once, gates and what all tokens share
+    are not."""
+    torch.manual_seed(0)
+    table = TABLES[name]
+    layout = table.layout
+    (gate,) = (x for x in table.gate_sections if x.has_A_log)
+    heads, width = layout.shape_of(gate.section)
+    rates = heads, heads * (width if gate.per_channel else 1)
+    shared = [layout.state_heads] if table.shared_input else []
+    C = layout.conv_width
+    shapes = [(9, 1, layout.width), (C, 1, 4), (C,), *((n,) for n in (*rates, *shared))]
+    narrow = [torch.randn(shape).bfloat16() for shape in shapes]
+    front = front_of(table, "cpu", torch.bfloat16, 4, "torch")
+
+    def run(proj, *parameters):
+        made = front.forward(proj, parameters, None)
+        make = torch.Generator().manual_seed(1)
+        grads = type(made)(*(torch.randn(x.shape, generator=make) for x in made))
+        d_proj = torch.zeros_like(proj)
+        return made, [d_proj, *front.backward(proj, parameters, grads, d_proj, None)]
+
+    (made, d_narrow), (exact, d_exact) = run(*narrow), run(*(x.float() for x in narrow))
+    for field, x in zip(made._fields, made, strict=True):
+        is_rounded = field in front.convolved_inputs
+        assert x.dtype == (torch.bfloat16 if is_rounded else torch.float32), field
+    assert all(x.dtype == torch.bfloat16 for x in d_narrow)
+    for x, y in zip((*made, *d_narrow), (*exact, *d_exact), strict=True):
+        # one rounding to 8 bits, and some of fp32
+        room = 2**-8 if x.dtype == torch.bfloat16 else 0
+        torch.testing.assert_close(x.float(), y, rtol=room + 1e-5, atol=1e-5)
