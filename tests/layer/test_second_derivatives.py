@@ -58,7 +58,7 @@ def operation(name):
             weight = torch.randn(6, 4)
             return lambda x: causal_conv1d(x, weight)[0], heads(6)
         case "grouped_rms_norm":
-            return lambda x: grouped_rms_norm(x, torch.ones(6), 2), heads(6)
+            return lambda x: grouped_rms_norm(x, torch.ones(6), 2, 1e-5), heads(6)
         case "delta rule by name":
             q, *rest = rule_inputs()
             return lambda x: ops.gated_delta_rule(x, *rest, backend="reference")[0], q

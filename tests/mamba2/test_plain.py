@@ -43,15 +43,15 @@ def test_a_norm_that_does_not_fit_is_refused():
     with pytest.raises(
         ValueError, match=r"12 channels, gamma of shape \(12,\) and 5 groups"
     ):
-        grouped_rms_norm(torch.randn(2, 12), torch.ones(12), 5)
+        grouped_rms_norm(torch.randn(2, 12), torch.ones(12), 5, 1e-5)
 
 
 def test_a_norm_of_narrow_rows_is_computed_in_fp32_and_rounded_once():
     make = torch.Generator().manual_seed(0)
     x = torch.randn(50, 12, generator=make).bfloat16()
     gamma = torch.randn(12, generator=make)
-    exact = grouped_rms_norm(x.double(), gamma.double(), 2)
-    found = grouped_rms_norm(x, gamma, 2)
+    exact = grouped_rms_norm(x.double(), gamma.double(), 2, 1e-5)
+    found = grouped_rms_norm(x, gamma, 2, 1e-5)
     assert found.dtype == torch.bfloat16
     # Half a unit of the last of 8 bits, and some roundings of fp32.
     torch.testing.assert_close(found.double(), exact, rtol=2**-8 + 1e-6, atol=0)

@@ -281,7 +281,7 @@ class Front:
             wanted = only
         made: dict[str, Tensor | None] = dict.fromkeys(self.input_names)
         made.update(self._make_inputs(arguments, wanted))
-        if named.shared_input is not None and self.table.shared_input in wanted:
+        if named.shared_input is not None:
             wide = torch.promote_types(named.shared_input.dtype, torch.float32)
             # the last field of the NamedTuple, expanded to all tokens without a copy
             shared = named.shared_input.to(wide).view(self.layout.state_heads, -1)

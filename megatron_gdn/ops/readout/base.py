@@ -170,9 +170,7 @@ def _norm_per_group(u: Tensor, gamma: Tensor, groups: int, eps: float) -> Tensor
     return rms_norm(u.unflatten(-1, (groups, -1)), None, eps).flatten(-2) * gamma
 
 
-def grouped_rms_norm(
-    x: Tensor, gamma: Tensor, groups: int, eps: float = 1e-5
-) -> Tensor:
+def grouped_rms_norm(x: Tensor, gamma: Tensor, groups: int, eps: float) -> Tensor:
     """``x * rsqrt(mean_group(x^2) + eps) * gamma``, ``[..., C]`` in ``x.dtype``.
 
     Raises:
