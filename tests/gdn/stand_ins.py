@@ -53,7 +53,7 @@ def chunks_of(cu_seqlens, heads):
 
 def computed(x, chunks):
     """NaN where a segment was masked, whose map nobody may read."""
-    return x.float().masked_fill((chunks < 0)[..., None, None], float("nan"))
+    return x.masked_fill((chunks < 0)[..., None, None], float("nan"))
 
 
 class FlashQlaStandIn:
@@ -118,10 +118,12 @@ class FlashQlaStandIn:
         every = chunks_of(cu_seqlens, g.shape[-1])
         assert torch.equal(num_warmup_chunks[asked], every[asked])
         maps = oracle.forward()[1], oracle.through()
-        return None, *(computed(x, num_warmup_chunks) for x in maps)
+        # FlashQLA rounds the maps to the dtype of k.
+        return None, *(computed(x.to(k.dtype), num_warmup_chunks) for x in maps)
 
     def correct_initial_states(self, raw_h0, local, through, passes, first):
         assert raw_h0 is None
+        local, through = local.float(), through.float()
         out = torch.zeros_like(local)
         for start, end in pairwise(first.tolist()):
             for segment in range(start, end - 1):
@@ -129,6 +131,7 @@ class FlashQlaStandIn:
         return out
 
     def correct_terminal_states(self, raw_dht, local, through, passes, first):
+        local, through = local.float(), through.float()
         out = torch.zeros_like(local)
         for n, (start, end) in enumerate(pairwise(first.tolist())):
             if raw_dht is not None:
@@ -177,7 +180,7 @@ class FlashQlaStandIn:
 
     def fused_gdr_dh(self, q, k, a, g, b, do, cu_seqlens, num_warmup_chunks, **_):
         oracle = oracle_of(k, torch.zeros_like(do), b, g, cu_seqlens, q)
-        return None, computed(oracle.backward(do)[1], num_warmup_chunks)
+        return None, computed(oracle.backward(do)[1].float(), num_warmup_chunks)
 
     def fused_gdr_bwd(self, q, k, v, a, g, b, do, dht, h, cu_seqlens=None, **_):
         grads, d_initial = oracle_of(k, v, b, g, cu_seqlens, q).backward(

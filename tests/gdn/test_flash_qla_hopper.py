@@ -51,14 +51,18 @@ def test_what_tilelang_wraps_is_called_itself():
         assert flash_qla_hopper.compiled_function(unknown) is unknown
 
 
+def first_chunks(cu_seqlens, chunk_size):
+    """As FlashQLA's function: the first chunk of each sequence, and all chunks."""
+    chunks = -(-cu_seqlens.diff() // chunk_size)
+    return torch.cat([chunks.new_zeros(1), chunks.cumsum(0)]), int(chunks.sum())
+
+
 @pytest.mark.parametrize("final", [False, True])
 def test_what_a_kernel_writes_is_no_state_that_entered(final):
     """FlashQLA's kernel of states writes ``through`` also where nobody asks for it."""
     calls = []
     kernels = flash_qla_hopper.HopperKernels(SimpleNamespace(build_cp_context=None), {})
-    kernels._chunk_table_module = SimpleNamespace(
-        prepare_chunk_offsets=lambda cu, size: (torch.tensor([0, 2]), 3)
-    )
+    kernels._chunk_table_module = SimpleNamespace(prepare_chunk_offsets=first_chunks)
     kernels._kernel = lambda stage, *key: lambda *args: calls.append(args)
     G = 1
     H = 2
@@ -77,7 +81,11 @@ def test_what_a_kernel_writes_is_no_state_that_entered(final):
         cu_seqlens=torch.tensor([0, 128, 192], dtype=torch.int32),
     )
     (args,) = calls
+    boundaries, starts = args[6:8]
+    assert boundaries.tolist() == [0, 128, 192] and starts.tolist() == [0, 2, 3]
+    assert boundaries.dtype == starts.dtype == torch.int32
     h, ending, correction = args[-3:]
+    assert h.shape == (1, 3, H, K, K)
     written = [h, correction, ending] if final else [h, correction]
     places = {x.untyped_storage().data_ptr() for x in written}
     assert (
@@ -95,9 +103,7 @@ def test_what_a_kernel_writes_is_no_state_that_entered(final):
 def test_a_segments_last_chunks_reach_the_kernel():
     calls = []
     kernels = flash_qla_hopper.HopperKernels(SimpleNamespace(build_cp_context=None), {})
-    kernels._chunk_table_module = SimpleNamespace(
-        prepare_chunk_offsets=lambda cu, size: (torch.tensor([0, 2]), 3)
-    )
+    kernels._chunk_table_module = SimpleNamespace(prepare_chunk_offsets=first_chunks)
     kernels._kernel = lambda stage, *key: lambda *args: calls.append(args)
     k, v = torch.zeros(1, 192, 1, 16), torch.zeros(1, 192, 2, 16)
     a, g = torch.zeros(1, 192, 2, 64), torch.zeros(1, 192, 2)

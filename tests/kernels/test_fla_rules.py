@@ -28,6 +28,7 @@ from tests.ops.delta_rule.states import (
     backward_of,
     beside_fp64,
     documents_of,
+    run_everything,
     run_in_segments,
     run_whole,
 )
@@ -158,6 +159,24 @@ def test_the_kernels_give_what_the_plain_rule_gives_in_fp64(kernels, case):
     assert {x.dtype for x in (found["final"], *maps, found["d_initial"])} == {
         torch.float32
     }
+
+
+@pytest.mark.parametrize("case", [x for x in CASES if x.endswith("rows")])
+def test_of_16_bits_each_result_has_the_dtype_that_the_plain_rule_gives(kernels, case):
+    rule, plain, (draw, *sizes), *_ = CASES[case]
+    inputs, d_o = draw(1, 3, *sizes[2:])
+    rounded = dict.fromkeys(("q", "k", "v", "x", "B", "C"), torch.float16)
+    inputs = type(inputs)(
+        *(x.to(rounded.get(name, x.dtype)) for name, x in inputs._asdict().items())
+    )
+    found, expected = (
+        run_everything(x, inputs, d_o.half(), None, *torch.zeros(2, 1, H, K, V))
+        for x in (rule, plain)
+    )
+    dtypes = {name: x.dtype for name, x in expected.items()}
+    if isinstance(rule, FlaKDA):
+        dtypes |= dict.fromkeys("qk", torch.float32)  # fla does not round these
+    assert {name: x.dtype for name, x in found.items()} == dtypes
 
 
 def test_a_map_is_made_of_those_of_the_parts(kernels, monkeypatch):

@@ -15,6 +15,7 @@ from tests.written_out import written_out
 pytestmark = pytest.mark.usefixtures("one_rank")
 
 BIASES = {"bias": True, "conv_bias": True}
+ZERO_CENTRED = {"layernorm_zero_centered_gamma": True}
 FULL_GATES = {"forget_rank": 0, "output_rank": 0}
 ONE_GROUP = {"mamba_num_groups": 1, "mamba_num_heads": None, "mamba_head_dim": 4}
 ONE_KEY_HEAD = {
@@ -31,12 +32,12 @@ CASES = {
     "gdn, no l2norm": ("gdn", {"use_qk_l2norm": False, **BIASES}, {}),
     "gdn, sigmoid": ("gdn", {"output_gate_activation": "sigmoid"}, {}),
     "gdn, write strengths up to 2": ("gdn", {"allow_neg_eigval": True}, {}),
-    "gdn, zero-centred norm": ("gdn", {}, {"layernorm_zero_centered_gamma": True}),
+    "gdn, zero-centred norm": ("gdn", {}, ZERO_CENTRED),
     "gdn, one key head": ("gdn", {}, ONE_KEY_HEAD),
     "gdn, light": ("gdn", {"recompute": "light"}, {}),
     "gdn, full": ("gdn", {"recompute": "full", "allow_neg_eigval": True}, {}),
     "gdn2": ("gdn2", {}, {}),
-    "gdn2, options": ("gdn2", {"use_qk_l2norm": False, **BIASES}, {}),
+    "gdn2, options": ("gdn2", {"use_qk_l2norm": False, **BIASES}, ZERO_CENTRED),
     "gdn2, light": ("gdn2", {"recompute": "light"}, {}),
     "gdn2, full": ("gdn2", {"recompute": "full"}, {}),
     "gdp": ("gdp", {}, {}),
@@ -45,7 +46,7 @@ CASES = {
     "gdp, light": ("gdp", {"recompute": "light"}, {}),
     "gdp, full": ("gdp", {"recompute": "full", "num_householder": 4}, {}),
     "kda": ("kda", {}, {}),
-    "kda, biases": ("kda", {**FULL_GATES, **BIASES}, {}),
+    "kda, biases": ("kda", {**FULL_GATES, **BIASES}, ZERO_CENTRED),
     "kda, no l2norm": ("kda", {"use_qk_l2norm": False, **BIASES}, {}),
     "kda, full output gate": (
         "kda",

@@ -16,7 +16,7 @@ from megatron_gdn.ops.delta_rule.base import RuleInputs
 from megatron_gdn.ops.delta_rule.plain import PlainRule
 from megatron_gdn.ops.elementwise import l2norm
 from megatron_gdn.ops.rules import chunk_table
-from megatron_gdn.ops.rules.base import Bits, Rule
+from megatron_gdn.ops.rules.base import Bits, Rule, SavedForBackward
 from megatron_gdn.ops.rules.steps import RuleOfSteps
 from megatron_gdn.ops.static_documents import StaticDocuments
 from megatron_gdn.ops.trees import RuleByLevel
@@ -32,6 +32,7 @@ from tests.ops.delta_rule.states import (
     run_whole,
 )
 from tests.parallel import assert_close
+from tests.trees import Tree
 from tests.whole_groups import whole_groups
 
 G = 2
@@ -372,3 +373,41 @@ def test_a_wrapped_rule_says_what_the_rule_inside_says():
         assert rule.why_not_heads(3) == "not 3 heads"
         assert rule.kept_to_recompute(None) == "kept"
     assert half.begin == half.rule.begin and half.recompute == half.rule.recompute
+
+
+class Saving(PlainRule):
+    """Saves a tensor for each document, and wants these back."""
+
+    def __init__(self):
+        super().__init__()
+        self.given_back = []  # the documents of each backward
+
+    @staticmethod
+    def saved(inputs, documents):
+        return SavedForBackward(inputs.v.split(documents.lengths, 1), documents.lengths)
+
+    def begin(self, inputs, documents):
+        begun = super().begin(inputs, documents)
+        run, saved = begun.run, self.saved(inputs, documents)
+        begun.run = lambda *states, **how: run(*states, **how)._replace(saved=saved)
+        return begun
+
+    def begin_backward(self, d_o, inputs, saved, documents):
+        tensors, lengths, _ = self.saved(inputs, documents)
+        assert saved.other_values == lengths
+        for mine, given in zip(tensors, saved.tensors, strict=True):
+            assert torch.equal(mine, given)
+        self.given_back.append(lengths)
+        return super().begin_backward(d_o, inputs, saved, documents)
+
+
+def test_a_wrapped_rule_gets_back_what_it_saved():
+    tree = Tree((-1, 0, 0, 1), (3, 5, 6, 7)).documents
+    for rule, make, documents, of_inside in (
+        (RuleByLevel(Saving()), delta_inputs, tree, [(7,), (5, 6), (3,)]),
+        (RuleOfSteps(Saving(), STEPS), inputs_of_steps, documents_of((2, 3)), [(6, 9)]),
+    ):
+        inputs = make(1.0, 1, documents.total_tokens)
+        o, _, saved = rule.begin(inputs, documents).run()
+        backward_of(rule, inputs, o, saved, documents).run()
+        assert rule.rule.given_back == of_inside

@@ -23,6 +23,7 @@ from megatron_gdn.mixers.packing import (
     MicroBatchShare,
     resolve_packed_seq_params,
 )
+from megatron_gdn.ops import causal_conv1d, recurrent_gated_delta_rule
 from megatron_gdn.ops.static_documents import StaticDocuments
 from megatron_gdn.ops.trees import TreeDocuments
 from tests.host_reads import no_host_reads
@@ -452,3 +453,22 @@ def test_fixed_buffers_made_in_an_evaluation_are_filled_in_training():
         documents = StaticDocuments(12, 3)
     documents.fill([0, 5, 12])
     assert documents.boundaries.tolist() == [0, 5, 12, 12]
+
+
+def test_functions_make_documents_on_the_device_of_their_rows(monkeypatch):
+    """Meta stands for a GPU."""
+    made = []
+    make = Documents.from_cu_seqlens
+
+    def watched(*args, **kwargs):
+        made.append(make(*args, **kwargs))
+        return made[-1]
+
+    monkeypatch.setattr(Documents, "from_cu_seqlens", watched)
+    rows = torch.empty(1, 5, 2, 4, device="meta")
+    gates = rows[..., 0]
+    offsets = torch.tensor([0, 3, 5])
+    for given in (offsets, offsets.tolist()):
+        recurrent_gated_delta_rule(rows, rows, rows, gates, gates, cu_seqlens=given)
+        causal_conv1d(rows[..., 0], rows[0, :3, :, 0].mT, cu_seqlens=given)
+    assert [x.device.type for x in made] == ["meta"] * 4

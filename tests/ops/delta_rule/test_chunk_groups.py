@@ -11,6 +11,11 @@ from megatron_gdn.ops import recurrent_gated_delta_rule
 from megatron_gdn.ops import torch_chunk_gated_delta_rule as chunk_rule
 from megatron_gdn.ops.delta_rule import triangular
 from megatron_gdn.ops.delta_rule.base import RuleInputs
+from megatron_gdn.ops.delta_rule.chunk_math import (
+    ChunkValues,
+    _products_per_channel,
+    _products_per_head,
+)
 from megatron_gdn.ops.delta_rule.plain import PlainRule
 from megatron_gdn.ops.delta_rule.triangular import _identity_and_corners
 from megatron_gdn.ops.rules import chunk_table
@@ -260,3 +265,16 @@ def test_masks_of_the_inverse_serve_training_after_an_evaluation():
     with torch.inference_mode():
         masks = _identity_and_corners(17, torch.float64, torch.device("cpu"))
     assert not any(x.is_inference() for x in masks)
+
+
+@pytest.mark.parametrize("channels", [False, True], ids=["per head", "per channel"])
+def test_no_strength_is_a_strength_of_one(channels):
+    """Of the key that reads what is erased; every product of a group."""
+    torch.manual_seed(0)
+    q, k, e, u = torch.randn(4, 2, 8, 6, dtype=torch.float64)
+    g = -torch.rand((2, 8, 6) if channels else (2, 8), dtype=torch.float64)
+    given = ChunkValues(q, k, e, u, g)
+    products = _products_per_channel if channels else _products_per_head
+    ones = given._replace(strength=torch.ones(2, 8, dtype=torch.float64))
+    for x, y in zip(products(given, True), products(ones, True), strict=True):
+        assert torch.equal(x, y)
