@@ -316,3 +316,20 @@ def test_what_is_no_matrix_is_adams(mixer):
     names = {name: id(parameter) for name, parameter in layer.named_parameters()}
     assert muon | adam == set(names.values()) and not muon & adam
     assert {name for name, parameter in names.items() if parameter in muon} == expected
+
+
+@on_ranks(4)
+def test_what_muon_gathers_may_differ_in_size_over_gloo():
+    """Rank 0 holds nothing."""
+    pair = dist.new_group([1, 3])
+    for group, members in ((None, (0, 1, 2, 3)), (pair, (1, 3))):
+        if dist.get_rank() not in members:
+            continue
+        own = [torch.full((rank, 2), rank) for rank in members]
+        for async_op in (False, True):
+            gathered = [torch.full_like(x, -1) for x in own]
+            work = dist.all_gather(gathered, own[dist.get_rank(group)], group, async_op)
+            assert (work is None) != async_op
+            if work is not None:
+                work.wait()
+            assert all(map(torch.equal, gathered, own))

@@ -101,6 +101,30 @@ def test_what_is_no_ordinary_file_is_not_taken(kind, path):
         assert lock is None
 
 
+@pytest.mark.parametrize("place", ["free", "held", "linked", "no folder"])
+def test_no_descriptor_stays_open(place, path, tmp_path, request):
+    """A run compiles many kernels; a process may have some thousand descriptors."""
+    own = lock_file(path)
+    if place == "held":
+        request.getfixturevalue("held")
+    elif place == "linked":
+        own.parent.mkdir(parents=True, mode=0o700)
+        os.link(precious(tmp_path), own)
+    elif place == "no folder":
+        path.parent.mkdir()
+        own.parent.touch()
+
+    def opened():
+        numbers = os.listdir("/proc/self/fd")
+        files = [os.path.realpath(f"/proc/self/fd/{number}") for number in numbers]
+        return sorted(file for file in files if file.startswith(str(tmp_path)))
+
+    before = opened()
+    with build_lock(path, "k", longest_wait=0.1):
+        pass
+    assert opened() == before
+
+
 def test_a_cache_that_cannot_be_written_needs_no_lock(tmp_path):
     (tmp_path / "file").touch()
     with build_lock(tmp_path / "file" / "k.lock", "k") as lock:
