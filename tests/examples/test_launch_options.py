@@ -4,11 +4,19 @@ Slurm."""
 import os
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
 
-from megatron_gdn.specs.layer import OPTIONS_VARIABLE, parse_options
+from megatron_gdn import GatedDeltaNet
+from megatron_gdn.compat import observe
+from megatron_gdn.specs import layer
+from megatron_gdn.specs.layer import (
+    OPTIONS_VARIABLE,
+    parse_options,
+    with_launch_options,
+)
 from tests.examples.launching import ROOT, free_port
 from tests.processes import python
 
@@ -46,6 +54,20 @@ def test_what_is_no_option_is_refused_and_the_legal_names_are_said(text, said):
     with pytest.raises(ValueError, match=OPTIONS_VARIABLE) as error:
         parse_options(text)
     assert said in str(error.value)
+
+
+def test_what_a_launch_sets_is_said_once(monkeypatch, caplog):
+    caplog.set_level("INFO")
+    for text, options in (("", {}), ("backend=fla", {"backend": "fla"})):
+        monkeypatch.setenv(OPTIONS_VARIABLE, text)
+        monkeypatch.setattr(
+            layer, "_launch_options", cache(layer._launch_options.__wrapped__)
+        )
+        observe.log_once.cache_clear()
+        for _ in range(2):
+            assert with_launch_options(GatedDeltaNet, {}) == options
+    assert caplog.text.count(f"{OPTIONS_VARIABLE}: layers are built with") == 1
+    assert "backend='fla'" in caplog.text
 
 
 SCRIPT = """

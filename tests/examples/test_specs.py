@@ -1,9 +1,11 @@
 """Specs: Transformer Engine's checkpoint names with local modules, and nothing built in
 silence."""
 
+import copy
 import importlib
 import warnings
 from dataclasses import dataclass
+from unittest.mock import patch
 
 import megatron.core
 import pytest
@@ -12,7 +14,7 @@ from megatron.core import parallel_state
 from megatron.core.extensions import transformer_engine as te
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.hybrid import hybrid_layer_specs
+from megatron.core.models.hybrid import hybrid_block, hybrid_layer_specs
 from megatron.core.models.hybrid.hybrid_block import HybridStack
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -30,7 +32,10 @@ from megatron_gdn import (
     specs,
 )
 from megatron_gdn.compat import tested
-from megatron_gdn.mixers.attention import TorchSelfAttention
+from megatron_gdn.mixers.attention import (
+    TorchSelfAttention,
+    class_with_tree_attention,
+)
 from megatron_gdn.specs import (
     gated_delta_net_spec,
     gdp_stack_spec,
@@ -154,6 +159,10 @@ def test_the_transformer_engine_stack_has_query_and_key_norms_where_asked():
         attention = stack.attention_layer.submodules.self_attention.submodules
         assert attention.q_layernorm is attention.k_layernorm is norm
         assert attention.linear_qkv is te.TELayerNormColumnParallelLinear
+        # of trees and of the loader's cut the core hears too
+        core = attention.core_attention
+        assert core.keywords == {"cp_layout": "auto"}
+        assert core.func is class_with_tree_attention(te.TEDotProductAttention)
     named = import_module(["megatron_gdn.specs", "gdn_qk_norm_hybrid_stack_spec"])
     parts = named.submodules.attention_layer.submodules.self_attention.submodules
     assert parts.q_layernorm is parts.k_layernorm is not None
@@ -202,11 +211,22 @@ def test_heads_of_multi_token_prediction_have_k_layers(pattern):
     require_finite_gradients(model, loss_mask=torch.ones(1, 8))
 
 
+def build_as_main(spec, *args, **given):
+    """As Megatron's main branch, which names its own class in a copy of the spec of 'G'
+    layers."""
+    if spec.module is hybrid_module._GDNOrKDALayer:
+        spec = copy.deepcopy(spec)
+        spec.submodules.self_attention.module = object
+    return build_module(spec, *args, **given)
+
+
+@pytest.mark.parametrize("build", [build_module, build_as_main])
 @on_ranks(tp=1)
-def test_g_layers_of_the_variant_gdn2_are_gated_deltanet_2():
+def test_g_layers_of_the_variant_gdn2_are_gated_deltanet_2(build):
     config = make_config(num_layers=3, mtp_num_layers=1)
     config.experimental_attention_variant = "gdn2"
-    model = hybrid("G-K/G", config)
+    with patch.object(hybrid_block, "build_module", build):
+        model = hybrid("G-K/G", config)
     layers = [*model.decoder.layers, *model.mtp.layers[0].mtp_model_layer.layers]
     found = [type(layers[place].self_attention) for place in (0, 2, 3)]
     assert found == [GatedDeltaNet2, KimiDeltaAttention, GatedDeltaNet2]

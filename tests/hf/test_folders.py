@@ -91,6 +91,16 @@ def test_a_rounded_bf16_state_still_gives_every_bit_back(any_folder):
             assert torch.equal(back[ref], piece), ref.key
 
 
+@pytest.mark.parametrize("name", ["next dense layer", "moe packed", "kimi"])
+def test_experts_alone_are_split_over_the_ranks_of_experts(hf_folder, name):
+    """The tensor-parallel ranks of experts may be fewer than those of other layers."""
+    folder = hf_folder(name)
+    specs = SafetensorsFolder(folder).specs
+    maps = plan_tensors(read_hf_config(folder), specs, "hybrid", True).maps
+    experts = {entry.name for entry in maps if ".mlp.experts." in entry.name}
+    assert {entry.name for entry in maps if entry.is_expert} == experts != set()
+
+
 def test_the_norms_of_a_model_on_another_device_meet_their_originals(hf_folder):
     folder = hf_folder("dense")
     source = SafetensorsFolder(folder)

@@ -18,6 +18,7 @@ from megatron_gdn import (
 )
 from megatron_gdn.compat.observe import nvtx_range_of
 from megatron_gdn.mixers import base
+from tests import toy_mixer
 from tests.distributed.layer_laws import (
     by_megatron,
     checkpointed,
@@ -26,6 +27,7 @@ from tests.distributed.layer_laws import (
     require_same_bits,
 )
 from tests.distributed.mixers import BY_NAME, FULL_GATES, whole
+from tests.parallel import alone, make_config
 from tests.written_out import OPTIONS, REFERENCES
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -185,6 +187,13 @@ def test_a_reference_without_options_is_of_the_mixer_without_options(kind):
     defaults = defaults_of(REFERENCES[type(mixer)])
     for name in OPTIONS[type(mixer)]:
         assert defaults[name] == getattr(mixer, name), name
+
+
+def test_a_mixer_without_a_list_of_rules_takes_any_backend():
+    """The mixer itself knows which names mean a rule."""
+    config = make_config(hidden_size=toy_mixer.HIDDEN)
+    mixer = toy_mixer.ToyMixer(config, alone(), backend="of its own")
+    assert mixer.options.backend == "of its own"
 
 
 @each_mixer

@@ -399,6 +399,7 @@ class CachingColumn(Fp8Column):
         self._fp8_workspaces = {}
         self.is_first_microbatch = True
         self.calls = []
+        self.rounded_weights = 0
 
     def forward(self, x, *args, **options):
         is_first = self.is_first_microbatch
@@ -409,11 +410,12 @@ class CachingColumn(Fp8Column):
             return super().forward(x, *args, **options)
         if is_first or "weight" not in self._fp8_workspaces:
             self._fp8_workspaces["weight"] = rounded(self.weight.detach())
+            self.rounded_weights += 1
         return rounded(x) @ self._fp8_workspaces["weight"].t(), None
 
 
 def test_each_product_of_full_gates_keeps_its_own_weight_in_fp8():
-    """Of a later micro-batch too."""
+    """Of a later micro-batch too, which rounds no weight again."""
     layer = layer_of(kda=True, in_proj=CachingColumn)
     linear = layer.in_proj
     x = torch.randn(16, 2, 24)
@@ -427,6 +429,7 @@ def test_each_product_of_full_gates_keeps_its_own_weight_in_fp8():
                 rows, _ = linear(x)
             assert_close("rows", rows, expected, FP32)
             assert linear.calls == [(False, first), (True, first), (True, first)]
+            assert linear.rounded_weights == 2 * (step + 1)
     assert {name: len(kept) for name, kept in linear._fp8_workspaces.items()} == {
         "weight": layer.dims.layout.conv_width,
         "rows_after": layer.dims.layout.mixed_width,

@@ -90,6 +90,17 @@ def test_whoever_finds_a_parameter_through_the_model_finds_its_marks():
     assert not missing({name[2:]: p for name, p in model.named_parameters()})
 
 
+def test_a_module_under_two_names_has_its_marks_under_both():
+    """An adapter may hold the module that it wraps; whichever name comes first."""
+    layer = build()
+    conv = layer.conv1d
+    del layer.conv1d
+    layer.wrapped = conv
+    layer.conv1d = conv
+    conv.load_state_dict(conv.state_dict(), assign=True)
+    assert not missing(dict(layer.named_parameters(remove_duplicate=False)))
+
+
 def test_marks_that_somebody_changed_on_purpose_stay_changed():
     layer = build()
     layer.conv1d.weight.partition_stride = 2

@@ -8,8 +8,9 @@ import torch
 
 from megatron_gdn.mixers.options import RECOMPUTE_LEVELS
 from tests.distributed.layer_laws import build, forward_backward, require_same_bits
+from tests.distributed.mixers import BY_NAME
 from tests.ops.test_second_run import saved_bytes
-from tests.parallel import make_config
+from tests.parallel import alone, make_config
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -47,6 +48,27 @@ ASKED = {
 def test_every_way_to_ask_maps_onto_the_same_parts(case):
     options, modules, parts = ASKED[case]
     assert parts_of(build_with(modules, **options)) == parts
+
+
+# Of each name of `--recompute-modules` the part, and the mixers that have it.
+MODULES = {
+    "gdn": ("layer", ("gdn", "gdn2", "kda")),
+    "gdn_norm_out": ("norm_out", ("gdn", "gdn2", "kda")),
+    "gdp_in_proj": ("layer", ("gdp",)),
+    "gdp_qkv": ("qkv", ("gdp",)),
+}
+
+
+@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("kind", BY_NAME)
+def test_a_name_of_megatron_reaches_the_mixers_that_have_its_part(kind, name, log):
+    """The layers of a hybrid model share the names: a Mamba2 has no such part."""
+    config = BY_NAME[kind].config(recompute_granularity="selective")
+    config.recompute_modules = [name]
+    part, mixers = MODULES[name]
+    found = parts_of(BY_NAME[kind].build(config, alone()))
+    assert found == ({part} if kind in mixers else set())
+    assert "has no effect" not in log.text
 
 
 REFUSED = {
