@@ -6,12 +6,14 @@ import shlex
 import signal
 import sys
 import time
+import warnings
 from functools import partial
 
 import pytest
 import torch
 
 from megatron_gdn.gdn.flash_qla.builds import Heads
+from megatron_gdn.gdn.sizes import GDNDims
 from megatron_gdn.ops import obstacles
 from megatron_gdn.warm_up import __main__ as warm_up
 from megatron_gdn.warm_up import layers
@@ -96,6 +98,7 @@ def test_the_calls_of_a_rank_and_the_ranks_that_share_one(tp, cp, mode, found):
     assert {(call.use, call.cp) for call in calls} == found
     for call in calls:
         assert call.tokens % (2 * call.cp * (call.documents or 1)) == 0
+        assert (call.rows > 1) == (call.use == "rows")
 
 
 def test_recompute_makes_the_calls_of_training_without_it():
@@ -123,7 +126,7 @@ class Built(Exception):
         ("recompute", {"recompute": "full"}),
     ],
 )
-def test_each_use_runs_a_layer_with_the_option_that_needs_its_kernels(
+def test_each_use_runs_a_layer_of_these_sizes_with_the_option_that_needs_its_kernels(
     use, expected, monkeypatch
 ):
     from megatron.core.transformer import spec_utils
@@ -133,16 +136,20 @@ def test_each_use_runs_a_layer_with_the_option_that_needs_its_kernels(
 
     found = {}
 
-    def build(spec, config, **others):
+    def build(spec, config, layer_number, pg_collection):
+        assert GDNDims.from_config(config) == DIMS
+        assert config.tensor_model_parallel_size == pg_collection.tp.size() == 2
+        assert config.context_parallel_size == pg_collection.cp.size() == call.cp
         found.update(spec.params)
         if config.batch_invariant_mode:
             found["batch_invariant_mode"] = True
         raise Built
 
     monkeypatch.setattr(spec_utils, "build_module", build)
-    call = layer_calls(LayerSizes(DIMS), "auto", [use], 132)[0]
+    sizes = LayerSizes(DIMS, tp=2)
+    call = layer_calls(sizes, "auto", [use], 132)[0]
     with pytest.raises(Built):
-        layers.run_layer(LayerSizes(DIMS), call)
+        layers.run_layer(sizes, call)
     assert found == expected
 
 
@@ -351,6 +358,20 @@ def test_a_run_is_told_once_all_is_there(tmp_path, monkeypatch, capfd):
         "2 of 2 are ready" in (said := capfd.readouterr().out)
         and "all were there" in said
     )
+
+
+def test_what_packages_say_when_they_are_imported_is_hidden(monkeypatch):
+    def note_no_tasks(*_):
+        with warnings.catch_warnings(record=True) as notes:
+            where = UserWarning, "a.py", 1
+            warnings.warn_explicit("no fla", *where, "megatron.core.a")
+            warnings.warn_explicit("no GPU", *where, "fla.a")
+        assert not notes
+        return [], set()
+
+    monkeypatch.setattr(layers, "tasks_of", note_no_tasks)
+    warnings.resetwarnings()  # pytest hides the same
+    assert run("--heads", "16:32") == 0
 
 
 def _compile_for_a_run(reading: int, began) -> None:
