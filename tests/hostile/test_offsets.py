@@ -52,6 +52,7 @@ BF16 = torch.bfloat16
 FP32 = torch.float32
 INT32 = torch.int32
 TAPS = 4
+BOTH = "forward", "backward"
 
 
 def tensor(*shape, dtype=BF16):
@@ -69,21 +70,31 @@ def simulation(monkeypatch):
     return made
 
 
-def run_readout(S, B, P, H, V, groups=None):
-    """Forward and backward of a readout whose gate has the last columns of a row."""
+def run_readout(S, B, P, H, V, groups=None, passes=BOTH):
+    """The passes of a readout whose gate has the last columns of a row."""
     readout = TritonReadout(slice(P - H * V, P), "silu", 1e-5, groups=groups)
     o = tensor(B, S, H, V)
     proj = tensor(S, B, P)
     gamma = tensor(V if groups is None else H * V)
-    out = readout.forward(o, proj, gamma)
-    readout.backward(out, o, proj, gamma, torch.empty_like(proj))
+    if "forward" in passes:
+        readout.forward(o, proj, gamma)
+    if "backward" in passes:
+        d_out = tensor(S, B, H * V)
+        readout.backward(d_out, o, proj, gamma, torch.empty_like(proj))
 
 
 def run_front(
-    simulation, S, B, table, channels=False, packed=False, history=False, tile=None
+    simulation,
+    S,
+    B,
+    table,
+    channels=False,
+    packed=False,
+    history=False,
+    tile=None,
+    passes=BOTH,
 ):
-    """Forward and backward of a front; with history, two pieces begin at the last
-    tokens."""
+    """The passes of a front; with history, two pieces begin at the last tokens."""
     front = TritonFront(table, tile=tile)
     layout = table.layout
     documents = None
@@ -106,23 +117,26 @@ def run_front(
         before = History(tensor(R, B, C), table_of_rows, tensor(R, B, C, dtype=FP32))
     gates = tensor(H, dtype=FP32), tensor(H * K if channels else H, dtype=FP32)
     parameters = tensor(C, 1, TAPS), tensor(C), *gates
-    made = front.forward(rows, parameters, documents, history=before)
-    front.backward(rows, parameters, made, torch.empty_like(rows), documents, before)
+    if "forward" in passes:
+        front.forward(rows, parameters, documents, history=before)
+    if "backward" in passes:
+        shapes = [x.shape for x in front.section_outputs for _ in x.names]
+        grads = table.inputs_class(*(tensor(B, S, *x, dtype=FP32) for x in shapes))
+        front.backward(
+            rows, parameters, grads, torch.empty_like(rows), documents, before
+        )
 
 
-def run_lead_in(simulation):
-    """What the first tokens of a document read before it, of narrow sections of wide
-    rows."""
-    B = 65_535
-    C = 16
-    R = TAPS - 1
+def run_lead_in(simulation, rows):
+    """What the first tokens of a document read in the ``rows`` before it."""
+    R, _, C = rows.shape
     table = HistoryTable(
         simulation.holds(tensor(1, TAPS - 1, dtype=INT32), R - 1),
         tensor(1, TAPS - 1, dtype=INT32),
         tensor(4, dtype=INT32),
         tensor(1, 2, dtype=INT32),
     )
-    lead_in(History(tensor(R, B, 2**16)[..., :C], table), tensor(C, 1, TAPS))
+    lead_in(History(rows, table), tensor(C, 1, TAPS))
 
 
 def run_decode(simulation, N, slots, sizes, transposed=False):
@@ -211,13 +225,20 @@ LAWS = {
     },
     "readout, one token below": lambda _: run_readout(128, 32_897, 514, 1, 128),
     "readout, 2^31 rows": lambda _: run_readout(2**26 + 3, 1, 1026, 32, 16),
+    # 8 MiB a token, and programs of 1024 tokens
+    "readout, rows of many groups": lambda _: run_readout(
+        1024, 1, 2**22, 2**17 + 512, 16, 2**17 + 512
+    ),
     "readout, a wide stride": lambda _: run_readout(64, 60_000, 36_864, 1, 128),
     "readout, many partial sums": lambda _: run_readout(2**17, 64, 96 + 514, 64, 8),
     "front": lambda x: run_front(x, 128, 32_898, GDN),
     "front, history": lambda x: run_front(
         x, 128, 32_898, GDN, history=True, tile=FEW_STEPS
     ),
-    "lead-in of many batch rows": run_lead_in,
+    # of narrow sections of wide rows
+    "lead-in of many batch rows": lambda x: run_lead_in(
+        x, tensor(TAPS - 1, 65_535, 2**16)[..., :16]
+    ),
     "front, packed": lambda x: run_front(
         x, 2**26 - 5, 1, SMALL, packed=True, history=True, tile=FEW_STEPS
     ),
@@ -240,6 +261,7 @@ LAWS = {
     "half": lambda _: run_half(2, 4096, 64, 64, 4096),
     "exchange": lambda x: run_exchange(x, 2**15, 129, TWO_COPIES),
     "additions": lambda x: run_additions(x, 2**26 + 1, 32, 2**21, 1, 2048),
+    "additions to many batch rows": lambda x: run_additions(x, 4, 2, 2**16, 40_000, 16),
     "sums": lambda _: sum_rows(
         tensor(2**23, 1024, dtype=FP32), tensor(1000), tensor(24)
     ),
@@ -289,17 +311,38 @@ def test_every_kernel_is_held_to_the_law(simulation):
 
 # for each size that is too large: what the error says of it, and the call
 TOO_LARGE = {
-    "batch rows of a readout": (
+    **{
+        f"batch rows of a readout's {name}": (
+            "the batch has 65536 rows",
+            lambda _, name=name: run_readout(1, 65_536, 514, 1, 128, passes=(name,)),
+        )
+        for name in BOTH
+    },
+    **{
+        f"batch rows of a front's {name}": (
+            "the batch has 65536 rows",
+            lambda x, name=name: run_front(x, 1, 65_536, SMALL, passes=(name,)),
+        )
+        for name in BOTH
+    },
+    **{
+        f"tokens of a front's {name}": (
+            "the number of tokens of a tile's end is ",
+            lambda x, name=name: run_front(x, 2**31 - 20, 1, SMALL, passes=(name,)),
+        )
+        for name in BOTH
+    },
+    "batch rows of a history": (
         "the batch has 65536 rows",
-        lambda _: run_readout(1, 65_536, 514, 1, 128),
+        lambda x: run_additions(x, 1, 1, 1, 65_536, 16),
     ),
-    "batch rows of a front": (
-        "the batch has 65536 rows",
-        lambda x: run_front(x, 1, 65_536, SMALL),
+    "channels of a history that lie apart": (
+        "the number of channels times their distance is ",
+        lambda x: run_lead_in(x, tensor(16, 3, 2**27).permute(1, 2, 0)[:, :1]),
     ),
-    "tokens": (
-        "the number of tokens of a tile's end is ",
-        lambda x: run_front(x, 2**31 - 20, 1, SMALL),
+    "batch rows times channels of a history": (
+        "the number of batch rows times channels is ",
+        lambda x: run_additions(x, 1, 1, 1, 65_535, 2**15),
     ),
     "sequences": (
         "a call decodes 65536 sequences",
