@@ -199,8 +199,11 @@ def states(found) -> dict[str, str]:
     return {each.subject: each.state for each in found}
 
 
-def test_on_a_cpu_the_plain_rule_runs_exact_and_repeats():
-    found = list(checks.check_rules(SMALL, 131))
+@pytest.mark.parametrize("with_gradients", [True, False])
+def test_on_a_cpu_the_plain_rule_runs_exact_and_repeats(with_gradients):
+    """Also in a program that has switched gradients off."""
+    with torch.set_grad_enabled(with_gradients):
+        found = list(checks.check_rules(SMALL, 131))
     assert set(states(found).values()) == {"ok"}
     assert (
         found[0].text.startswith("reference: not flash_qla")

@@ -111,6 +111,13 @@ def test_positions_of_images_start_documents_where_all_three_are_0():
     assert read(1, 7, position_ids=padded, attention_mask=padding) is None
 
 
+def test_positions_of_unknown_shapes_are_not_read():
+    """Three or four entries are axes of positions in front of ``[B, S]`` alone."""
+    for shape in ((3,), (4,), (2, 1, 8), (5, 1, 8), (3, 1, 1, 8), (4, 1, 1, 8)):
+        positions = torch.zeros(shape, dtype=torch.long)
+        assert read(tokens=shape[-1], position_ids=positions) is None, shape
+
+
 def test_two_names_of_offsets_must_agree():
     one = torch.tensor([0, 2, 4])
     other = torch.tensor([0, 1, 4])
