@@ -160,13 +160,12 @@ class MarkedParameters(nn.Module):
         """
         self._marks = {}
         for name, parameter in self._parameters_by_name():
-            marks = {
+            setattr(parameter, _MARKED_ATTRIBUTE, True)
+            self._marks[name] = {
                 attribute: value
                 for attribute, value in vars(parameter).items()
                 if attribute[0] != "_" and _is_plain_value(value)
             }
-            self._marks[name] = {**marks, _MARKED_ATTRIBUTE: True}
-            setattr(parameter, _MARKED_ATTRIBUTE, True)
         # A function, not a method: a copy of this module would call the original's
         # method.
         self.register_load_state_dict_post_hook(_mark_loaded)

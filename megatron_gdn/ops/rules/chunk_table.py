@@ -387,7 +387,6 @@ def _find_token_places(documents: Documents, C: int, chunk_count: int) -> _Token
     sequence, number_in_sequence = F.pad(indices, (0, 0, 0, missing)).unbind(1)
     number = torch.arange(chunk_count, device=device)
     real = number < offset[-1]  # whether the chunk has tokens
-    sequence = torch.where(real, sequence, documents.sequences - 1)
     first_token = starts[sequence] + number_in_sequence * C
     token = first_token[:, None] + torch.arange(C, device=device)
     after_sequence = token >= starts[sequence + 1][:, None]
