@@ -1,4 +1,6 @@
 import re
+from functools import partial
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -15,7 +17,7 @@ from megatron_gdn import (
     tensor_a2a_hp2cp,
 )
 from megatron_gdn.context_parallel import Headwise, local_indices
-from megatron_gdn.context_parallel.headwise import exchange
+from megatron_gdn.context_parallel.headwise import exchange, pack_torch
 from megatron_gdn.context_parallel.headwise.exchange import HeadExchange
 from megatron_gdn.context_parallel.layouts import units_of_layout
 from megatron_gdn.mixers.tensor_map import take_share
@@ -341,6 +343,56 @@ def test_shared_key_heads_have_their_rows_on_every_rank_that_uses_them(size):
     assert torch.equal(gradient, users[:, None, None].expand_as(weight))
     per_head = torch.arange(8.0)
     assert torch.equal(scheme.local_parameter(per_head), per_head.chunk(size)[rank])
+
+
+class Underway:
+    """Messages that travel until somebody has waited for them."""
+
+    def __init__(self, work: dist.Work, all_of_them: list) -> None:
+        self.work = work
+        self.all_of_them = all_of_them
+        all_of_them.append(self)
+
+    def wait(self) -> None:
+        self.work.wait()
+        self.all_of_them.remove(self)
+
+
+@directly
+@pytest.mark.parametrize("waves", [1, 2])
+@on_ranks(2)
+def test_copies_leave_room_for_messages_while_some_travel(waves, direct):
+    """And only then: a kernel that leaves room leaves multiprocessors idle."""
+    underway = []
+    found = set()
+
+    def sent(send, *args, **options):
+        made = send(*args, **options)
+        if isinstance(made, list):
+            return [Underway(work, underway) for work in made]
+        return [Underway(work, underway) for work in made[0]], made[1]
+
+    def copied(copy, *args, beside_transfer=None, **options):
+        assert beside_transfer in (None, bool(underway)), copy
+        found.add(beside_transfer)
+        return copy(*args, **options)
+
+    names = ("pack_peers", "copy_kept_rows", "move_rows", "unpack_peers")
+    pack = SimpleNamespace(
+        **{name: partial(copied, getattr(pack_torch, name)) for name in names}
+    )
+    sends = {
+        name: partial(sent, getattr(exchange, name))
+        for name in ("_exchange_messages", "_send_fragments")
+    }
+    _, scheme = _scheme("zigzag")
+    mine = torch.randn(8, 2, scheme._projection_shares.width, requires_grad=True)
+    with (
+        travelling(waves, direct),
+        patch.multiple(exchange, _packing_module=lambda gpu: pack, **sends),
+    ):
+        scheme.passage(None, 16, 2, mine).to_stages(mine).sum().backward()
+    assert found == {None, False, True} if waves == 2 else {None, False}
 
 
 @on_ranks(2)

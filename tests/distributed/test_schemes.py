@@ -4,12 +4,14 @@ takes."""
 import sys
 from contextlib import nullcontext
 from functools import partial
+from itertools import accumulate
 from unittest.mock import patch
 
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from megatron_gdn import set_documents, static_packed_seq_params
 from megatron_gdn.compat import observe
 from megatron_gdn.context_parallel import price
 from megatron_gdn.context_parallel.scheme import WholeSequences
@@ -76,7 +78,9 @@ def test_no_bit_follows_torchs_defaults(cp, linear_cp_mode, layout):
 
     def results() -> list[dict[str, torch.Tensor]]:
         made = []
-        for packed in (None, thd(lengths)):
+        fixed = static_packed_seq_params(sum(lengths), 4, device="cpu")
+        set_documents(fixed, [*accumulate(lengths, initial=0)])
+        for packed in (None, thd(lengths), fixed):
             forget_tables(layer)
             made.append(forward_backward(layer, x, packed))
         return made
