@@ -16,7 +16,7 @@ from megatron_gdn.ops import documents
 from megatron_gdn.ops.rules.base import Bits
 from megatron_gdn.ops.state_maps import segments
 from megatron_gdn.ops.state_maps.segments import CHUNK
-from tests.ops.delta_rule.states import Oracle
+from tests.ops.delta_rule.states import Oracle, require_dense
 
 
 def keep_cache_in(folder, monkeypatch, enabled=True) -> None:
@@ -110,6 +110,7 @@ class FlashQlaStandIn:
         cu_seqlens=None,
         **_,
     ):
+        require_dense(initial_state)
         oracle = oracle_of(k, v, b, g, cu_seqlens)
         if num_warmup_chunks is None:
             self.passes["states alone"] += 1
@@ -131,6 +132,7 @@ class FlashQlaStandIn:
         return out
 
     def correct_terminal_states(self, raw_dht, local, through, passes, first):
+        require_dense(raw_dht)
         local, through = local.float(), through.float()
         out = torch.zeros_like(local)
         for n, (start, end) in enumerate(pairwise(first.tolist())):
@@ -157,6 +159,7 @@ class FlashQlaStandIn:
         output_h=False,
         **_,
     ):
+        require_dense(initial_state)
         o, leaving = oracle_of(k, v, b, g, cu_seqlens, q).forward(initial_state)
         if output_h:  # as fused_gdr_h gives them to the stand-in of the backward
             self.passes["states by the forward"] += 1
@@ -183,6 +186,7 @@ class FlashQlaStandIn:
         return None, computed(oracle.backward(do)[1].float(), num_warmup_chunks)
 
     def fused_gdr_bwd(self, q, k, v, a, g, b, do, dht, h, cu_seqlens=None, **_):
+        require_dense(dht, h.state)
         grads, d_initial = oracle_of(k, v, b, g, cu_seqlens, q).backward(
             do, h.state, dht
         )

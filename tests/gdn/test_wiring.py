@@ -53,7 +53,8 @@ of_rows = of(ROWS)
 
 
 def random_states(count):
-    return torch.randn(2, count, HEADS[1], K, V, dtype=torch.float64)
+    made = torch.randn(2, count, HEADS[1], K, V, dtype=torch.float64)
+    return states.transposed_in_memory(made)
 
 
 def close(got, exact, name="") -> None:
@@ -158,6 +159,7 @@ def test_final_states(rule, lengths):
     exact = states.Oracle(inputs, [n for n in lengths or (S,) * B if n])
     make = torch.Generator().manual_seed(4)
     initial = torch.randn(exact.zeros().shape, generator=make, dtype=torch.float64)
+    initial = states.transposed_in_memory(initial)
     from_zero = exact.forward()
     from_initial = exact.forward(initial)
     for start, made in states.forwards_from(rule, inputs, documents, initial):

@@ -15,7 +15,7 @@ from megatron_gdn.ops.elementwise import l2norm
 from megatron_gdn.ops.rules.base import Bits
 from megatron_gdn.ops.state_maps.state_map import StateShape
 from megatron_gdn.ops.static_documents import StaticDocuments
-from tests.ops.delta_rule.states import documents_of, run_everything
+from tests.ops.delta_rule.states import documents_of, require_dense, run_everything
 
 GPU = {
     "state": StateShape(2, 128, 128),
@@ -111,6 +111,7 @@ def kda_fwd(
     assert initial_state is not None and output_final_state, (
         "cuDNN keeps a buffer for each"
     )
+    require_dense(q, k, v, g, beta, offsets, initial_state)
     documents = Documents.from_cu_seqlens(offsets.tolist(), len(q), device="cpu")
     begun = PlainRule().begin(
         RuleInputs(*(x[None] for x in (q, k, v, g, beta))), documents
@@ -133,6 +134,7 @@ def kda_bwd(
     plan_name=None,
 ):
     assert scale == K**-0.5 and plan_name == "kda_hopper_cuda"
+    require_dense(d_o, q, k, v, g, beta, offsets, initial_state, d_final_state)
     documents = Documents.from_cu_seqlens(offsets.tolist(), len(q), device="cpu")
     inputs = RuleInputs(*(x[None] for x in (q, k, v, g, beta)))
     initial = initial_state.mT
@@ -173,6 +175,11 @@ def test_it_gives_what_the_plain_rule_gives(lengths, with_states):
     inputs = inputs_of(1, sum(lengths)) if lengths else inputs_of(2, 70)
     documents = documents_of(lengths, "cpu") if lengths else None
     d_o = torch.randn_like(inputs.v)
+    # heads before tokens in memory
+    *given, d_o = (
+        x.transpose(1, 2).contiguous().transpose(1, 2) for x in (*inputs, d_o)
+    )
+    inputs = RuleInputs(*given)
     states = torch.randn(2, 3 if lengths else 2, H, K, K, dtype=torch.float64)
     initial, d_final = states * with_states
     found, exact = (

@@ -25,6 +25,7 @@ from ...ops.rules.base import (
     RuleForward,
     RuleOutput,
     SavedForBackward,
+    contiguous_state,
     in_one_row,
     in_rows,
 )
@@ -65,6 +66,7 @@ class FlashQlaForward(RuleForward):
     ) -> RuleOutput:
         """The output from the ``initial`` states ``[N, H, K, V]`` (None: zeros); also
         the final states if ``final``, and the tensors for the backward if ``keep``."""
+        initial = contiguous_state(initial)
         on_grid = self.rule.bits is Bits.ON_GRID
         maps = self._maps
         if on_grid:
@@ -203,6 +205,8 @@ class FlashQlaBackward(RuleBackward):
         of ``initial``, and the gradients of the states that leave segments in place of
         ``d_final``. All saved tensors are freed.
         """
+        initial = contiguous_state(initial)
+        d_final = contiguous_state(d_final)
         tensors = self._saved_tensors
         states_in = initial
         d_states_out = d_final
@@ -371,6 +375,7 @@ class FlashQlaRule(Rule):
         :meth:`kept_to_recompute`. Without a second run, another kernel computes the
         states at chunks with other roundings.
         """
+        initial = contiguous_state(initial)
         segments: Segments | None = kept.other_values
         set_next_calls(
             Heads(inputs.k.shape[2], inputs.v.shape[2], inputs.k.dtype), "recompute"

@@ -233,7 +233,7 @@ def initial_or_zero(
     """``initial``, or zeros ``[N, H, K, V]`` for None; so training and generation run
     the same kernel."""
     if initial is not None:
-        return initial.contiguous()
+        return initial
     assert segments is not None
     H, V = inputs.v.shape[2:]
     K = inputs.k.shape[3]

@@ -303,14 +303,13 @@ def entering_states(
 
     Args:
         local, through: the maps of the segments, ``[P, H, K, V]`` and ``[P, H, K, K]``.
-        initial: the initial states of the sequences, ``[N, H, K, V]``; None: zeros.
+        initial: the initial states of the sequences, ``[N, H, K, V]``, contiguous;
+            None: zeros.
     """
     if segments.are_sequences:
-        if initial is None:
-            return None
-        return initial.contiguous()
+        return initial
     if initial is not None:
-        initial = initial.to(local.dtype).contiguous()
+        initial = initial.to(local.dtype)
     states = local.new_empty(local.shape)
     return follow_chains(
         local, through, segments.to_entering_states, states, start=initial
@@ -332,15 +331,14 @@ def leaving_gradients(
         d_local: ``[P, H, K, V]``, the dS_in of each segment if its dS_out is 0.
         through: ``[P, H, K, K]``, from the segments' maps. ``d_local`` and ``through``
             may be None if no sequence is cut.
-        d_final: ``[N, H, K, V]``, the gradients of the final states; None: zeros.
+        d_final: ``[N, H, K, V]``, the gradients of the final states, contiguous; None:
+            zeros.
     """
     if segments.are_sequences:
-        if d_final is None:
-            return None
-        return d_final.contiguous()
+        return d_final
     assert d_local is not None and through is not None
     if d_final is not None:
-        d_final = d_final.to(d_local.dtype).contiguous()
+        d_final = d_final.to(d_local.dtype)
     gradients = d_local.new_empty(d_local.shape)
     return follow_chains(
         d_local, through.mT, segments.to_leaving_gradients, gradients, start=d_final

@@ -167,15 +167,30 @@ def backward_of(
     return rule.begin_backward(d_o, type(inputs)(*kept), saved, documents)
 
 
+def transposed_in_memory(x: Tensor) -> Tensor:
+    return x.mT.contiguous().mT
+
+
+def require_dense(*given: Tensor | None) -> None:
+    """For stand-ins of kernels that take an address alone, and no strides."""
+    assert all(x is None or x.is_contiguous() for x in given)
+
+
 def run_everything(rule, inputs, d_o, documents, initial, d_final) -> dict[str, Tensor]:
     """All that a rule gives, by name, the map of states included; no states are
-    zeros."""
+    zeros.
+
+    States given have no dense strides, as a dynamic context may hold them; those that
+    the rule gives are dense.
+    """
+    initial, d_final = map(transposed_in_memory, (initial, d_final))
     begun = rule.begin(inputs, documents)
     maps = begun.state_map()
     made = begun.run(initial if initial.any() else None, final=True)
     d_local = backward_of(rule, inputs, d_o.clone(), made.saved, documents).d_initial()
     backward = backward_of(rule, inputs, d_o.clone(), made.saved, documents)
     grads = backward.run(*(x if x.any() else None for x in (initial, d_final)))
+    assert made.final_states.is_contiguous() and d_local.is_contiguous()
     return {
         "o": made.o,
         "final": made.final_states,
