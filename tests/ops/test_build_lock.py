@@ -74,6 +74,13 @@ def test_a_killed_process_is_followed_by_one_that_waits(tmp_path):
     assert (tmp_path / "built").read_text() == "b\n"
 
 
+def test_a_lock_names_its_holder_and_nothing_of_the_one_before(tmp_path):
+    with build_lock(tmp_path / "k.lock", "k") as file:
+        os.pwrite(file, b"process 1 on " + b"x" * 80, 0)
+    with build_lock(tmp_path / "k.lock", "k") as file:
+        assert builds._holder_of(file) == f"process {os.getpid()}"
+
+
 def test_what_is_there_takes_no_lock(tmp_path):
     with build_lock(tmp_path / "kernel.lock", "k", is_built=lambda: True) as lock:
         assert lock is None
