@@ -55,6 +55,8 @@ class RowByRow(TorchDispatchMode):
         if rows_are_independent and "softmax" in str(function):
             # args[1] is the dimension of the sum
             rows_are_independent = args[1] in (-1, args[0].dim() - 1)
+            if rows_are_independent:
+                args = args[0], -1, *args[2:]  # a row has fewer dimensions
         if rows_are_independent:
             flat = args[0].reshape(-1, args[0].shape[-1])
             result = _call_on_each_row(

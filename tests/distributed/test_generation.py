@@ -270,6 +270,15 @@ def test_in_batch_invariant_mode_generation_has_the_bits_of_training(
     require_no_gap(gap(tp, True, pattern, at_once, dtype, greedy))
 
 
+@on_ranks(tp=2)
+def test_generation_has_the_bits_of_training_where_ranks_share_a_bf16_vocabulary():
+    bf16 = {"params_dtype": torch.bfloat16, "bf16": True}
+    sizes = {"tensor_model_parallel_size": 2, "batch_invariant_mode": True}
+    model = build_model("G-", **sizes, **bf16)
+    text = torch.randint(VOCAB, (1, 9), generator=torch.Generator().manual_seed(1))
+    require_no_gap(check_generation(model, text, prompt=5))
+
+
 @pytest.mark.parametrize(
     ("pattern", "tokens"),
     [

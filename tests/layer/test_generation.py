@@ -1,9 +1,12 @@
 """The layer under an inference context: what it generates is what its training forward
 gives."""
 
+from functools import partial
+
 import pytest
 import torch
 from megatron.core.inference.contexts import StaticInferenceContext
+from torch.nn.functional import gelu, linear, silu, softplus
 
 from megatron_gdn.inference import roll_back
 from megatron_gdn.mixers.static_context import MOST_DECODED
@@ -115,6 +118,24 @@ def test_roll_back_in_a_static_context_is_exact(kind, accepted):
         assert torch.equal(ours, theirs)
     with pytest.raises(ValueError, match="no step to roll back"):
         roll_back(context, 0)
+
+
+@pytest.mark.parametrize("shape", [(5, 7), (3, 5, 7), (7,), (0, 7)], ids=str)
+def test_row_by_row_computes_what_all_rows_at_once_give(shape):
+    """A softmax does over every dimension."""
+    x = torch.randn(shape)
+    weight = torch.randn(6, 7)
+    functions = [
+        partial(function, x, dim)
+        for function in (torch.softmax, torch.log_softmax)
+        for dim in range(-x.dim(), x.dim())
+    ]
+    functions += [partial(f, x) for f in (torch.exp, silu, gelu, softplus)]
+    functions += [partial(linear, x, weight, bias) for bias in (None, weight[:, 0])]
+    for function in functions:
+        with RowByRow():
+            found = function()
+        torch.testing.assert_close(found, function())
 
 
 @of_both
