@@ -14,6 +14,7 @@ import megatron_gdn
 from megatron_gdn import GatedDeltaNet
 from megatron_gdn.gdn import layer as layer_module
 from megatron_gdn.mixers.attention import TorchSelfAttention
+from megatron_gdn.mixers.tensor_parallel import fill_share
 from megatron_gdn.specs import gpt_block_spec
 from tests.distributed.gpt_laws import gpt_config
 from tests.distributed.layer_laws import build
@@ -156,6 +157,23 @@ def test_a_layer_that_was_emptied_is_reset_to_the_one_built_here(name):
         # a module's own initialisation is not the layer's
         layer.out_norm.reset_parameters()
     require_equal(layer, here)
+
+
+def test_a_method_that_reads_its_values_is_not_called_on_the_meta_device():
+    """Transformer Engine does not call it there either. Later parameters get the values
+    that they have in a model built here."""
+
+    def of_norm_one(x):
+        x.normal_()
+        x.div_(x.norm().item())
+
+    later = []
+    for device in ("cpu", "meta"):
+        torch.manual_seed(3)
+        fill_share(None, torch.zeros(2, 2, device=device), of_norm_one, 0, (2,))
+        later.append(torch.zeros(2, 2))
+        fill_share(None, later[-1], of_norm_one, 0, (2,))
+    assert torch.equal(*later) and later[0].all()
 
 
 def mixers(spec) -> list[type]:
