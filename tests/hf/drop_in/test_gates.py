@@ -49,7 +49,7 @@ def test_a_gate_is_valid_before_it_is_filled():
         ("A_log", (3,), torch.float32),
         ("dt_bias", (3,), torch.float32),
     ]
-    assert torch.equal(gate(torch.zeros(1, 3)), -F.softplus(torch.ones(1, 3)))
+    torch.testing.assert_close(gate(torch.zeros(1, 3)), -F.softplus(torch.ones(1, 3)))
     with pytest.raises(ValueError, match=r"gates of dtype torch\.bfloat16"):
         SSMGate(3, torch.bfloat16)
 

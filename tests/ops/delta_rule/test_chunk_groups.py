@@ -54,6 +54,13 @@ def test_groups_agree_with_the_recurrence(as_on_a_gpu, packed, decay):
     assert_agree(outputs_and_gradients(chunk_rule, inputs, offsets), expected, FP32)
 
 
+@pytest.mark.parametrize("heads", [16, 32, 64])
+def test_a_few_documents_add_no_group_to_a_full_buffer(heads):
+    """Each may add a chunk to the 512 of 2^15 tokens."""
+    at_once = chunk_table.chunks_at_once(heads)
+    assert -(-512 // at_once) == -(-(512 + 15) // at_once)
+
+
 class Launches(TorchDispatchMode):
     """Counts the operations that write memory: what a GPU launches at least one kernel
     for."""
