@@ -497,6 +497,9 @@ def kernel_tables(
     gates = []
     input_index = _CONVOLVED_COUNT  # of the gate's first input of the rule
     for gate in table.gate_sections:
+        input_count = len(gate.rule_inputs)
+        of_gate = summed_heads[input_index : input_index + input_count]
+        assert len(set(of_gate)) == 1, "a gate's results share their number of heads"
         heads, width = layout.shape_of(gate.section)
         programs, columns = (heads, width) if gate.per_channel else (1, heads)
         first_column = layout.columns(gate.section).start
@@ -511,16 +514,16 @@ def kernel_tables(
                 columns,
                 block_dim(columns),
                 gate.per_channel,
-                len(gate.rule_inputs),
+                input_count,
                 gate.has_A_log,
                 float(gate.low),
                 float(gate.high),
-                summed_heads[input_index],
+                of_gate[0],
                 in_gate_rows,
             )
         )
         first_program += programs
-        input_index += len(gate.rule_inputs)
+        input_index += input_count
     if not backward:
         first_program = 0
     convolved = []

@@ -178,9 +178,9 @@ class Front:
         gradients of the rule's inputs.
 
         A gradient in ``grads`` may have n heads for each head of its input; the front
-        then sums these n heads. ``grads`` may have a ``factor [H]`` by which a head's
-        gradients must still be multiplied. Writes ``d_proj``, ``d_gate_rows`` and
-        ``history.d_rows``.
+        then sums these n heads. The results of one gate have the same n. ``grads`` may
+        have a ``factor [H]`` by which a head's gradients must still be multiplied.
+        Writes ``d_proj``, ``d_gate_rows`` and ``history.d_rows``.
         """
         raise NotImplementedError
 
