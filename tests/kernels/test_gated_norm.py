@@ -8,7 +8,7 @@ from megatron_gdn.ops.kernels.tiles import RowTile
 from megatron_gdn.ops.readout.base import PlainReadout
 from megatron_gdn.ops.readout.kernels import TritonReadout
 
-from .kernel_cases import Case, assert_close
+from .kernel_cases import FP32, Case, assert_close
 from .test_other_fronts import case as mamba2_case
 
 CASES = {
@@ -107,3 +107,25 @@ def test_o_may_have_another_dtype_than_the_projection(case, which):
     for name, a, b in zip(("out", "d_o", "d_gamma", "d_proj"), got, exact, strict=True):
         assert a.dtype == torch.float32, name
         assert_close(name, a, b)
+
+
+@pytest.mark.parametrize("groups", [None, 2])
+def test_half_precision_is_computed_with_in_fp32_and_rounded_once(groups, device):
+    layout, proj, _, normal = mamba2_case(device, 9, 2, (4, 2, 6, 4))
+    z = layout.gate_columns
+    width = z.stop - z.start
+    o, proj, d_out = (x.half() for x in (normal(2, 9, 4, 6), proj, normal(9, 2, width)))
+    gamma = normal(6 if groups is None else width)
+    found = []
+    for kind, dtype in ((TritonReadout, torch.float16), (PlainReadout, torch.float64)):
+        readout = kind(z, groups=groups)
+        given = [x.to(dtype) for x in (o, proj)]
+        d_proj = torch.zeros_like(given[1])
+        backward = readout.backward(d_out.to(dtype), *given, gamma, d_proj)
+        found.append([readout.forward(*given, gamma), *backward, d_proj])
+    for name, a, b in zip(("out", "d_o", "d_gamma", "d_proj"), *found, strict=True):
+        # fp16 has 11 bits, and subnormal numbers below 2^-14
+        room = (2**-11, 2**-24) if a.dtype == torch.float16 else (0, 0)
+        error = (a.double() - b).abs()
+        room = room[0] * b.abs() + room[1] + FP32 * b.abs().max()
+        assert (error <= room).all(), name

@@ -18,7 +18,12 @@ from megatron_gdn.mamba2.rule import SSDInputs
 from megatron_gdn.ops import Documents, StaticDocuments
 from megatron_gdn.ops.delta_rule.base import HeadSizes, RuleGrads
 from megatron_gdn.ops.front.history import History
-from megatron_gdn.ops.front.history_kernels import add_rows
+from megatron_gdn.ops.front.history_kernels import (
+    _CHANNELS,
+    add_rows,
+    lead_in,
+    lead_in_backward,
+)
 from megatron_gdn.ops.front.plain import front_of
 from megatron_gdn.ops.mixer import add_returned
 from megatron_gdn.ops.rules.base import Bits
@@ -132,6 +137,41 @@ def compare(front, plain, history, returned, proj, parameters, grads, documents,
         add_rows(d_proj, returned, history.table.gradient_additions)
         add_returned(exact_d_proj, returned.double(), history.table)
         assert_close("d_proj and what came back", d_proj, exact_d_proj)
+
+
+def test_programs_have_all_channels_of_wide_rows(device):
+    """More channels than two programs compute."""
+    C = 2 * _CHANNELS + 3
+    make = torch.Generator().manual_seed(0)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=make).to(device)
+
+    documents, history, returned = history_of(
+        CUTS["one sequence"], 4, 2, C, device, normal
+    )
+    history = history.with_gradient_buffer()
+    table = history.table
+    weight = normal(C, 1, 4)
+    lead, _ = lead_in(history, weight)
+    d_lead = normal(*lead.shape)
+    partial = torch.empty(len(lead) * 2, 4 * C, device=device)
+    lead_in_backward(history, weight, d_lead, partial)
+    rows, taps = (x.double().requires_grad_() for x in (history.rows, weight))
+    exact = history._replace(rows=rows).add_lead_in_to(
+        taps.new_zeros(2, documents.total_tokens, C), taps.flatten(1)
+    )
+    # [N, W - 1, B, C]; no piece of this sequence is shorter than its edge
+    exact = exact[:, table.edge_tokens].permute(1, 2, 0, 3)
+    assert_close("lead-in", lead, exact.detach())
+    d_rows, d_taps = torch.autograd.grad(exact, (rows, taps), d_lead.double())
+    assert_close("d_rows", history.d_rows, d_rows)
+    assert_close("d_taps", partial.sum(0), d_taps.flatten())
+    sums = normal(documents.total_tokens, 2, C)
+    exact_sums = sums.double()
+    add_rows(sums, returned, table.gradient_additions)
+    add_returned(exact_sums, returned.double(), table)
+    assert_close("sums", sums, exact_sums)
 
 
 # Of GDN's front, whose cases take the interpreter some seconds each; Mamba2's takes all

@@ -183,6 +183,30 @@ def test_a_front_and_its_gradients_equal_the_twins(name, device):
                 assert_close(f"parameter {number}", a, b)
 
 
+@pytest.mark.parametrize("name", ["Mamba2, no bias", "KDA, one token", "GDN-2"])
+def test_gradients_of_several_heads_are_summed_for_every_input(name, device):
+    """For gates too, though no rule of today shares one among heads."""
+    draw, shape, _ = FRONTS[name]
+    layout, proj, given, grads, (ours, *_), twin = draw(device, **shape | {"S": 5})
+    make = torch.Generator().manual_seed(0)
+    many = {}
+    for number, output in enumerate(ours.section_outputs):
+        heads, *width = output.shape
+        for field in output.names:
+            of_heads = (*proj.shape[1::-1], (2 + number % 2) * heads, *width)
+            many[field] = torch.randn(of_heads, generator=make).to(device)
+    found = []
+    for front, dtype in ((ours, torch.float32), (twin, torch.float64)):
+        rows, *parameters = (None if x is None else x.to(dtype) for x in (proj, *given))
+        d_rows = torch.zeros_like(rows)
+        of_rule = grads._replace(**many)
+        found.append([d_rows, *front.backward(rows, parameters, of_rule, d_rows, None)])
+    for number, (a, b) in enumerate(zip(*found, strict=True)):
+        assert (a is None) == (b is None)
+        if a is not None:
+            assert_close(f"gradient {number}", a, b)
+
+
 @pytest.mark.parametrize("kernels", ["triton", "torch"])
 @pytest.mark.parametrize("name", ["KDA", "KDA, packed", "GDN-2"])
 def test_gates_beside_the_rows_give_what_gates_in_the_rows_give(name, kernels, device):
