@@ -293,8 +293,9 @@ def _store_all_parameters(
         if id(parameter) not in fp32_ids:
             half_masters.append(master)
         elif is_loading:
-            # The model's own entry loads into the parameter itself. So the master is
-            # loaded into a copy, which `_load_masters_of_fp32` copies to the parameter.
+            # An fp32 parameter is its own master, and the model's state dict loads into
+            # that tensor too. So the optimizer's entry gets a copy, from which
+            # `_load_masters_of_fp32` sets the parameter.
             state[_KEY_OF_FP32_MASTERS][index] = replace(
                 master, data=master.data.clone()
             )

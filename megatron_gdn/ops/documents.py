@@ -208,14 +208,14 @@ class Documents:
             f"{shortened(self.stamp.tolist())} after {shortened(stamp.tolist())}"
         )
 
-    def require_unchanged(self, stamp: Tensor, saved: Tensor) -> None:
-        """Raise if ``saved``, the stamp that autograd gives the backward, is not the
+    def require_unchanged(self, stamp: Tensor, saved_stamp: Tensor) -> None:
+        """Raise if ``saved_stamp``, which autograd gives the backward, is not the
         forward's ``stamp``.
 
-        Under activation checkpointing, a second forward made ``saved``. This forward
-        may have run with other boundaries.
+        Under activation checkpointing, a second forward made ``saved_stamp``. This
+        forward may have run with other boundaries.
         """
-        if saved is not stamp and not torch.equal(saved, stamp):
+        if saved_stamp is not stamp and not torch.equal(saved_stamp, stamp):
             raise RuntimeError(
                 changed_boundaries_message("those of another micro-batch")
             )

@@ -103,8 +103,8 @@ def largest_A_log(dtype: torch.dtype) -> float:
     """The number to which larger A_log are clamped: 66 in fp32, 532 in fp64.
 
     Let max be the dtype's largest number. Then exp(A_log) is at most max^0.75, and its
-    product with a gradient up to max^0.25 is finite. The decay is exactly 0 for every
-    softplus above 2e-27 (fp32).
+    product with a gradient up to max^0.25 is finite. A larger A_log would change no
+    decay: at this one exp(g) is already 0 for every softplus above 2e-27 (fp32).
     """
     return float(math.floor(0.75 * math.log(torch.finfo(dtype).max)))
 

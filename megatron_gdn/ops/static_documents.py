@@ -210,7 +210,7 @@ class StaticDocuments(Documents):
     def changed_message(self, stamp: Tensor) -> str:
         return _FILLED_AGAIN_MESSAGE
 
-    def require_unchanged(self, stamp: Tensor, saved: Tensor) -> None:
+    def require_unchanged(self, stamp: Tensor, saved_stamp: Tensor) -> None:
         if stamp is not self.stamp:
             raise RuntimeError(_FILLED_AGAIN_MESSAGE)
 

@@ -179,7 +179,8 @@ def layer_calls(
             # In contiguous a rank has one piece of a document, in zigzag two.
             if documents == 1:
                 layout = "contiguous"
-            documents = max(1, (documents or 1) // 2)
+            # Rounded up: with one piece less FlashQLA might take another kernel.
+            documents = math.ceil((documents or 1) / 2)
             tokens = tokens * cp
         # Every document, or every row, gives each rank an equal share of its tokens.
         multiple = _LENGTH_MULTIPLE * cp * (documents or 1)

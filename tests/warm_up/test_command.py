@@ -101,6 +101,27 @@ def test_the_calls_of_a_rank_and_the_ranks_that_share_one(tp, cp, mode, found):
         assert (call.rows > 1) == (call.use == "rows")
 
 
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("multiprocessors", [66, 114, 132, 148])
+def test_pieces_of_ranks_reach_each_kernel_that_documents_reach(tp, multiprocessors):
+    """FlashQLA takes one of three kernels by sequences * heads / multiprocessors."""
+
+    def kernels_of(use: str) -> set[int]:
+        calls = layer_calls(LayerSizes(DIMS, tp), "auto", [use], multiprocessors)
+        heads = DIMS.num_value_heads // tp
+        numbers = [call.documents or 1 for call in calls]
+        if use == "states":
+            numbers = [
+                n if call.layout == "contiguous" else 2 * n
+                for n, call in zip(numbers, calls, strict=True)
+            ]
+        full = [n * heads / multiprocessors / 0.7 for n in numbers]
+        return {(share >= 1) + (share >= 0.5) for share in full}
+
+    assert kernels_of("states") == kernels_of("uncut")
+    assert 2 in kernels_of("uncut")
+
+
 def test_recompute_makes_the_calls_of_training_without_it():
     """What the forward launches a second time depends on the same sizes."""
 

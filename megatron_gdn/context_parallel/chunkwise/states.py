@@ -111,8 +111,8 @@ def _make_state_table(
     """Compute :func:`state_table`.
 
     If the host knows the documents, the table has only nodes between which states
-    travel. For fixed buffers it has all nodes, and masks and cuts that new boundaries
-    overwrite.
+    travel. For fixed buffers it has all nodes, and new boundaries overwrite the tensors
+    of ``_node_tensors``; nothing else here may depend on the boundaries.
     """
     if not any_document_is_cut(documents, partition):
         return None

@@ -13,9 +13,9 @@
 A rank copies its own columns of its own tokens, the *kept rows*, from cp_rows to
 hp_rows without a message.
 
-A kernel's work is cut into *tiles*: some rows of one rank's columns. A program copies
-the rows of a tile *strip* by strip (:class:`.shares.Strip`), and a strip in blocks of
-columns.
+A kernel's work is cut into *tiles*: some rows of one rank's columns. These columns are
+cut into *strips* of adjacent columns (:class:`.shares.Strip`). A program copies a tile
+strip by strip, and a strip in blocks of columns.
 
 Legend: R rows of a tile, one per (token, batch row); D columns of a block.
 """

@@ -51,8 +51,8 @@ class _ChunkedInputs:
     ) -> None:
         """Keep the inputs of ``call`` and make the table of their chunks.
 
-        With ``one_chunk_groups`` a group on a CPU has one chunk, so that all products
-        have one shape.
+        With ``one_chunk_groups`` a group on a CPU has one chunk, since a CPU may round
+        a chunk's products otherwise beside other chunks (:meth:`.ChunkTable.of`).
         """
         rule = call.rule
         self.inputs = call.inputs

@@ -96,8 +96,9 @@ class FrontTable:
     """
 
     layout: Layout
-    # The NamedTuple of the rule's inputs. Its fields are the inputs of the convolved
-    # sections, those of the gate sections, and ``shared_input``, in this order.
+    # The NamedTuple of the rule's inputs. Its fields are the inputs that the front makes
+    # from the convolved sections, those from the gate sections, and ``shared_input``,
+    # in this order.
     inputs_class: type[Any]
     state_shape: StateShape
     convolved_sections: ConvolvedSections

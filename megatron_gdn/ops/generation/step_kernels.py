@@ -500,7 +500,8 @@ def _compute_gate(
     K: tl.constexpr,
 ):
     """Both results of FUNCTION, the function of gate number GATE_INDEX, for channels
-    ``k_K`` of head h, as fp32 vectors.
+    ``k_K`` of head h, as fp32 vectors. The second one means something only for functions
+    with two results.
 
     ``row_ptr`` points at the sequence's projection row. ``h`` is a head's number. H is
     the number of heads of the state, or of all its updates together. ``real_K`` is the

@@ -57,14 +57,14 @@ def recurrence(
     # computed one after another.
     if offsets is None:
         together = [(slice(None), 0, q.shape[1])]
-        count = len(v)
+        rows_together = len(v)
     else:
         ends = zip(offsets, offsets[1:], strict=False)
         together = [
             (slice(n, n + 1), start, end) for n, (start, end) in enumerate(ends)
         ]
-        count = 1
-    rows = slice(0, count)
+        rows_together = 1
+    rows = slice(0, rows_together)
 
     outputs = []
     states = []
@@ -72,7 +72,7 @@ def recurrence(
         if initial is not None:
             S = initial[sequences].to(v.dtype).unflatten(1, (groups, -1))
         else:
-            S = v.new_zeros((count,) + v_BTGRV.shape[2:4] + (K, v.shape[3]))
+            S = v.new_zeros((rows_together,) + v_BTGRV.shape[2:4] + (K, v.shape[3]))
         for t in range(start, end):
             q_K = q[rows, t, :, None, :, None]
             k_K = k[rows, t, :, None, :, None]
