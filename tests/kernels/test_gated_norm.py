@@ -90,6 +90,19 @@ def test_an_all_zero_row_gives_zeros_and_finite_gradients(device):
     assert d_o.isfinite().all()
 
 
+def test_one_plus_a_weight_of_16_bits_is_not_rounded_to_one(device):
+    case = Case(device, S=1)
+    ours, plain = readouts(case, zero_centered=True)
+    o = case._normal(1, 1, case.sizes.value_heads, case.sizes.value_dim)
+    d_out = torch.ones_like(case.proj[..., case.sizes.layout.gate_columns])
+    gamma = torch.full_like(case.gamma, 2**-11, dtype=torch.float16)
+    wide = [x.double() for x in (o, case.proj, gamma)]
+    assert_close("out", ours.forward(o, case.proj, gamma), plain.forward(*wide))
+    d_o, _ = ours.backward(d_out, o, case.proj, gamma, torch.empty_like(case.proj))
+    exact, _ = plain.backward(d_out.double(), *wide, torch.empty_like(wide[1]))
+    assert_close("d_o", d_o, exact)
+
+
 @pytest.mark.each_value
 @pytest.mark.parametrize("which", [0, 1], ids=["triton", "torch"])
 def test_o_may_have_another_dtype_than_the_projection(case, which):
