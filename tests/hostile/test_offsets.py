@@ -5,6 +5,7 @@ Tensors are on the meta device, so their size costs nothing; :mod:`.simulated` r
 programs.
 """
 
+import ast
 import inspect
 import mmap
 import pkgutil
@@ -29,7 +30,11 @@ from megatron_gdn.kda.sizes import kda_layout
 from megatron_gdn.ops.delta_rule.base import HeadSizes, RuleInputs
 from megatron_gdn.ops.documents import Documents
 from megatron_gdn.ops.front.history import History, HistoryTable
-from megatron_gdn.ops.front.history_kernels import add_rows, lead_in
+from megatron_gdn.ops.front.history_kernels import (
+    add_rows,
+    lead_in,
+    lead_in_backward,
+)
 from megatron_gdn.ops.front.launches import TritonFront
 from megatron_gdn.ops.generation.memory import Memory
 from megatron_gdn.ops.generation.step_kernels import (
@@ -90,11 +95,13 @@ def run_front(
     table,
     channels=False,
     packed=False,
-    history=False,
+    history=0,
     tile=None,
+    width=None,
     passes=BOTH,
 ):
-    """The passes of a front; with history, two pieces begin at the last tokens."""
+    """The passes of a front, whose rows lie ``width`` apart; ``history``: how many
+    pieces begin at the last tokens and have rows before them."""
     front = TritonFront(table, tile=tile)
     layout = table.layout
     documents = None
@@ -104,13 +111,15 @@ def run_front(
     C = layout.conv_width
     H = table.state_shape.heads
     K = table.state_shape.rows
-    rows = tensor(S, B, layout.width)
+    rows, d_rows = (
+        tensor(S, B, width or layout.width)[..., : layout.width] for _ in range(2)
+    )
     before = None
     if history:
-        R = 2 * (TAPS - 1)
+        R = history * (TAPS - 1)
         table_of_rows = HistoryTable(
-            simulation.holds(tensor(2, TAPS - 1, dtype=INT32), R - 1),
-            simulation.holds(tensor(2, TAPS - 1, dtype=INT32), S - 1),
+            simulation.holds(tensor(history, TAPS - 1, dtype=INT32), R - 1),
+            simulation.holds(tensor(history, TAPS - 1, dtype=INT32), S - 1),
             simulation.holds(tensor(S, dtype=INT32), R - 1),
             tensor(1, 2, dtype=INT32),
         )
@@ -122,21 +131,24 @@ def run_front(
     if "backward" in passes:
         shapes = [x.shape for x in front.section_outputs for _ in x.names]
         grads = table.inputs_class(*(tensor(B, S, *x, dtype=FP32) for x in shapes))
-        front.backward(
-            rows, parameters, grads, torch.empty_like(rows), documents, before
-        )
+        front.backward(rows, parameters, grads, d_rows, documents, before)
 
 
-def run_lead_in(simulation, rows):
-    """What the first tokens of a document read in the ``rows`` before it."""
-    R, _, C = rows.shape
+def run_lead_in(simulation, rows, pieces=1):
+    """What the first tokens of ``pieces`` read of ``rows`` before them, and its
+    backward."""
+    R, B, C = rows.shape
     table = HistoryTable(
-        simulation.holds(tensor(1, TAPS - 1, dtype=INT32), R - 1),
-        tensor(1, TAPS - 1, dtype=INT32),
+        simulation.holds(tensor(pieces, TAPS - 1, dtype=INT32), R - 1),
+        tensor(pieces, TAPS - 1, dtype=INT32),
         tensor(4, dtype=INT32),
         tensor(1, 2, dtype=INT32),
     )
-    lead_in(History(rows, table), tensor(C, 1, TAPS))
+    history = History(rows, table, tensor(R, B, C, dtype=FP32))
+    weight = tensor(C, 1, TAPS)
+    lead, _ = lead_in(history, weight)
+    partial = tensor(pieces * B, TAPS * C, dtype=FP32)
+    lead_in_backward(history, weight, lead, partial)
 
 
 def run_decode(simulation, N, slots, sizes, transposed=False):
@@ -199,11 +211,12 @@ def run_exchange(simulation, s, B, shares):
     pack.unpack_peers(messages, full, whole, shares, rank, own, with_kept_rows=True)
 
 
-def run_additions(simulation, M, most, tokens, B, C):
-    """M tokens get up to ``most`` gradients each, of the last of M * most returned
-    rows."""
+def run_additions(simulation, M, most, tokens, B, C, width=None):
+    """M tokens get up to ``most`` gradients each, of the last of ``tokens`` returned
+    rows; the tokens' own lie ``width`` apart."""
     additions = simulation.holds(tensor(M, 1 + most, dtype=INT32), tokens - 1)
-    add_rows(tensor(tokens, B, C), tensor(tokens, B, C), additions)
+    d_rows = tensor(tokens, B, width or C)[..., :C]
+    add_rows(d_rows, tensor(tokens, B, C), additions)
 
 
 GDN = gdn_table(HeadSizes(1, 1, 128, 128).layout)
@@ -232,15 +245,21 @@ LAWS = {
     "readout, a wide stride": lambda _: run_readout(64, 60_000, 36_864, 1, 128),
     "readout, many partial sums": lambda _: run_readout(2**17, 64, 96 + 514, 64, 8),
     "front": lambda x: run_front(x, 128, 32_898, GDN),
+    "front, many batch rows": lambda x: run_front(
+        x, 9, 65_535, SMALL, history=1024, tile=FEW_STEPS, width=2**16
+    ),
     "front, history": lambda x: run_front(
-        x, 128, 32_898, GDN, history=True, tile=FEW_STEPS
+        x, 128, 32_898, GDN, history=2, tile=FEW_STEPS
     ),
     # of narrow sections of wide rows
     "lead-in of many batch rows": lambda x: run_lead_in(
         x, tensor(TAPS - 1, 65_535, 2**16)[..., :16]
     ),
+    "lead-in of many pieces": lambda x: run_lead_in(
+        x, tensor(2**17, 65_535, 16), 2**16
+    ),
     "front, packed": lambda x: run_front(
-        x, 2**26 - 5, 1, SMALL, packed=True, history=True, tile=FEW_STEPS
+        x, 2**26 - 5, 1, SMALL, packed=True, history=2, tile=FEW_STEPS
     ),
     "front, kda": lambda x: run_front(
         x,
@@ -262,6 +281,7 @@ LAWS = {
     "exchange": lambda x: run_exchange(x, 2**15, 129, TWO_COPIES),
     "additions": lambda x: run_additions(x, 2**26 + 1, 32, 2**21, 1, 2048),
     "additions to many batch rows": lambda x: run_additions(x, 4, 2, 2**16, 40_000, 16),
+    "additions to wide rows": lambda x: run_additions(x, 4, 2, 4, 40_000, 16, 2**16),
     "sums": lambda _: sum_rows(
         tensor(2**23, 1024, dtype=FP32), tensor(1000), tensor(24)
     ),
@@ -300,7 +320,7 @@ def test_every_kernel_is_held_to_the_law(simulation):
     """The functions of the laws launch all kernels that there are."""
     simulation.runs = False
     run_readout(3, 1, 514, 1, 128)
-    run_front(simulation, 9, 1, SMALL, history=True)
+    run_front(simulation, 9, 1, SMALL, history=2)
     run_decode(simulation, 2, 3, HeadSizes(1, 1, 16, 16))
     run_chains(simulation, 2, 3, 1, 16, 16, "given")
     run_half(1, 5, 1, 1, 16)
@@ -352,9 +372,60 @@ TOO_LARGE = {
         "the number of elements of a state is ",
         lambda x: run_decode(x, 1, 1, HeadSizes(1, 2**13, 512, 512)),
     ),
+    "inputs of a history": (
+        "the number of inputs of a history is ",
+        lambda x: run_decode(x, 1, 1, HeadSizes(2**23 - 1, 2**23 - 1, 16, 16)),
+    ),
+    "a slot": (
+        "the number of elements of a slot is ",
+        lambda _: write_slots_on_gpu(
+            tensor(1, 2**31), tensor(1, dtype=INT32), tensor(1, 2**31)
+        ),
+    ),
+    "a state map": (
+        "the size of a state map with its strides is ",
+        lambda x: run_chains(x, 1, 2, 1, 16, 2**27),
+    ),
+    "rows of a gradient in fp16": (
+        "the number of rows of a key head is ",
+        lambda _: run_half(1, 2**31, 1, 1, 16),
+    ),
+    "rows of a gradient in fp16 whose power is lowered": (
+        "the number of rows of a key head is ",
+        lambda _: half_kernels.lower_powers(
+            tensor(1, 2**31, 1, 16, dtype=torch.float16),
+            tensor(1, dtype=FP32),
+            tensor(1, 1, 16, 16, dtype=FP32),
+            1,
+            0,
+        ),
+    ),
+    "a tile of a gradient in fp16": (
+        "the number of elements of a tile is ",
+        lambda _: run_half(1, 1, 2**15, 2**15, 2**16),
+    ),
+    "tiles of an exchange": (
+        "the number of tiles of a head exchange is ",
+        lambda x: run_exchange(x, 2**20, 2**10, HeadShares.even(512, [2**19])),
+    ),
+    "rows of an exchange's sums": (
+        "the number of tokens times batch rows is ",
+        lambda _: pack.unpack_peers(
+            tensor(1, 2**16, 2**15, 16),
+            tensor(2**17, 2**15, 16),
+            tensor(2**16, 2**15, 16),
+            HeadShares(2, (16,), (2,)),
+            0,
+            tensor(2**16, dtype=INT32),
+        ),
+    ),
     "rows of an exchange": (
         "the number of tokens times batch rows is ",
         lambda x: run_exchange(x, 2**16, 2**15, TWO_COPIES),
+    ),
+    "columns of partial sums": (
+        "the number of columns of partial sums is ",
+        lambda _: sum_rows(tensor(1, 2**31, dtype=FP32), tensor(2**31)),
     ),
     "partial sums": (
         "the number of rows of partial sums is ",
@@ -374,6 +445,24 @@ def test_a_size_that_no_kernel_takes_is_refused_in_words(said, call, simulation)
     most = r"at most (65535|2147483647|\(2147483647, 65535, 65535\))"
     with pytest.raises(ValueError, match=f"{re.escape(said)}.*{most}"):
         call(simulation)
+
+
+def test_every_check_of_a_size_is_met_by_a_size_that_is_too_large(simulation):
+    """Of the package's calls of functions that refuse sizes none could go."""
+    refuse = re.compile(r"_?require_(32_bits|\w+_within_grid)|within_grid")
+    checks = set()
+    for path in Path(megatron_gdn.__path__[0]).rglob("*.py"):
+        text = path.read_text()
+        for node in ast.walk(ast.parse(text)) if refuse.search(text) else ():
+            if isinstance(node, ast.Call) and refuse.fullmatch(ast.unparse(node.func)):
+                checks.add((str(path), node.lineno))
+    simulation.runs = False
+    met = set()
+    for _, call in TOO_LARGE.values():
+        with pytest.raises(ValueError) as error:
+            call(simulation)
+        met |= {(str(entry.path), entry.lineno + 1) for entry in error.traceback}
+    assert checks - met == set()
 
 
 def test_a_launch_refuses_a_grid_that_cuda_does_not_take():
