@@ -16,6 +16,7 @@ from megatron_gdn.compat import observe
 from megatron_gdn.context_parallel import price
 from megatron_gdn.context_parallel.scheme import WholeSequences
 from megatron_gdn.gdn import layer as layer_module
+from megatron_gdn.mixers.packing import static_documents_of
 from megatron_gdn.ops.delta_rule.base import HeadSizes
 from megatron_gdn.ops.delta_rule.plain import PlainRule
 from megatron_gdn.ops.rules.choice import Choice
@@ -83,6 +84,10 @@ def test_no_bit_follows_torchs_defaults(cp, linear_cp_mode, layout):
         for packed in (None, thd(lengths), fixed):
             forget_tables(layer)
             made.append(forward_backward(layer, x, packed))
+        # of which kernels read more than the plain code does
+        tables = static_documents_of(fixed)._tables.values()
+        tensors = (x for _, of_table in tables for x in of_table)
+        made.append({str(number): x for number, x in enumerate(tensors)})
         return made
 
     usual = results()
