@@ -1,5 +1,6 @@
 """Other defaults of torch, which no result may follow."""
 
+import sys
 from contextlib import contextmanager
 
 import torch
@@ -15,3 +16,12 @@ def other_defaults():
             yield
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+def forget_tables():
+    """Empty the caches of what is made from sizes, so that it is made anew."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("megatron_gdn."):
+            for x in list(vars(module).values()):
+                if getattr(x, "cache_parameters", dict)().get("maxsize"):
+                    x.cache_clear()

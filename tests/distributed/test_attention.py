@@ -23,8 +23,14 @@ from megatron_gdn.mixers.attention import (
     class_with_tree_attention,
 )
 from megatron_gdn.specs.layer import local_attention_spec
-from tests.distributed.layer_laws import forward_backward, randomise_, thd
+from tests.distributed.layer_laws import (
+    forward_backward,
+    randomise_,
+    require_same_bits,
+    thd,
+)
 from tests.distributed.mixer_laws import Mixers, parallel_equals_one_rank
+from tests.other_defaults import forget_tables, other_defaults
 from tests.parallel import (
     alone,
     assert_close,
@@ -247,6 +253,39 @@ def test_attention_in_parallel_equals_one_rank(pools, of, tp, cp, sp, layout):
 def test_a_tree_with_tensor_parallelism_alone_equals_one_rank(pools, sp):
     tree = random_tree(9, multiple=2)
     pools(2).run(parallel_equals_one_rank, ATTENTION, 2, 1, sp, tree=tree, rope=True)
+
+
+@pytest.mark.parametrize(
+    ("cp", "layout"), [(1, "zigzag"), (2, "zigzag"), (2, "contiguous")]
+)
+@on_ranks(cp="cp")
+def test_no_bit_of_it_follows_torchs_defaults(cp, layout):
+    layer = build_attention(attention_config(), groups_of_megatron(), cp_layout=layout)
+    mine = local_indices(
+        [48], cp, layer.pg_collection.cp.rank(), SequenceLayout(layout)
+    )
+    x = torch.randn(48 // cp, 1, layer.config.hidden_size)
+    causal = torch.arange(48) > mine[:, None]
+    tree = Tree((-1, 0, 0), (7, 16, 23), multiple=8)
+    batches = [thd((8, 24, 0, 16)), tree.params]
+    query = torch.randn(3, 1, HEADS, HEAD_SIZE)
+    key, value = torch.randn(2, 7, 1, 2, HEAD_SIZE)
+
+    def results() -> list[dict[str, torch.Tensor]]:
+        forget_tables()
+        masked = partial(layer, attention_mask=causal.clone()[None, None])
+        made = [forward_backward(layer, x, run=lambda x, *_, **__: masked(x))]
+        made += [forward_backward(layer, x, packed) for packed in batches]
+        if cp == 1:  # in generation: the last three tokens of seven
+            last = layer.core_attention(query, key, value, None)
+            made.append({"last tokens": last})
+        return made
+
+    usual = results()
+    with other_defaults():
+        elsewhere = results()
+    for found, expected in zip(elsewhere, usual, strict=True):
+        require_same_bits(found, expected)
 
 
 @layouts

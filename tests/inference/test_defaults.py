@@ -1,25 +1,14 @@
 """No table and no sum follows the default device or dtype that a program gives torch."""
 
-import sys
-
 import pytest
 import torch
 
 from megatron_gdn.inference import decode, prefill
 from megatron_gdn.ops import Documents
 from tests.inference.row_mixers import KINDS
-from tests.other_defaults import other_defaults
+from tests.other_defaults import forget_tables, other_defaults
 
 OFFSETS = (0, 70, 70, 71, 135, 200)
-
-
-def forget_tables():
-    """Empty the caches of what is made from sizes, so that it is made anew."""
-    for name, module in list(sys.modules.items()):
-        if name.startswith("megatron_gdn."):
-            for x in list(vars(module).values()):
-                if getattr(x, "cache_parameters", dict)().get("maxsize"):
-                    x.cache_clear()
 
 
 def results(kind, aligned):
