@@ -14,7 +14,10 @@ from megatron.core.dist_checkpointing.mapping import (
     ShardedTensor,
     apply_factories,
 )
-from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
+from megatron.core.dist_checkpointing.serialization import (
+    load_content_metadata,
+    load_sharded_metadata,
+)
 
 from megatron_gdn.frameworks.patch import add_flags_of_kda
 from megatron_gdn.hf import (
@@ -82,6 +85,16 @@ def test_an_import_has_the_keys_and_shapes_that_megatron_saves(
             # The model pads 67 rows to 72, and loads either.
             assert (found.pop(key), tensors.pop(key)) == ((67, 24), (72, 24))
     assert found == tensors
+
+
+def test_an_import_has_the_content_metadata_of_a_launch(imported):
+    from megatron.training import checkpointing
+
+    args = argparse.Namespace(use_distributed_optimizer=False)
+    expected = checkpointing._build_sharded_state_dict_metadata(args, object())
+    del expected["dp_cp_group"]  # a launch does not store its groups
+    folder = find_checkpoint(imported("dense tied", "hybrid")[1])
+    assert load_content_metadata(str(folder)) == expected
 
 
 @pytest.mark.parametrize(

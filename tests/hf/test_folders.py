@@ -295,6 +295,16 @@ def test_a_broken_source_is_named_and_leaves_nothing_behind(
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
+def test_an_expert_that_is_not_there_is_named_with_its_file(hf_folder):
+    source = SafetensorsFolder(hf_folder("dense"))
+    key = "model.norm.weight"
+    with pytest.raises(ValueError) as raised:
+        source.read(key, expert=10_000)
+    said = str(raised.value)
+    assert said.startswith(f"{key} in {source.path_of(key)} cannot be read: ")
+    assert "10000" in said and "\n" not in said
+
+
 def test_an_error_half_way_leaves_nothing_behind(copy, tmp_path, refused, monkeypatch):
     read = SafetensorsFolder.read
     count = iter(range(1000))

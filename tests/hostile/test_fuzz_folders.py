@@ -288,6 +288,29 @@ def test_any_table_of_a_checkpoint_is_read_or_refused(tmp_path, changes, cut):
     assert [path.name for path in tmp_path.iterdir()] == [".metadata"]
 
 
+def test_a_legal_table_is_read_as_torch_reads_it(tmp_path):
+    (tmp_path / ".metadata").write_bytes(TABLE_BYTES)
+    reader = FileSystemReader(tmp_path)
+    expected = reader.read_metadata()
+    with untrusted_checkpoint():
+        found = reader.read_metadata()
+    assert found == expected
+
+
+@pytest.mark.parametrize(
+    "content",
+    [{}, None, metadata.Metadata([], None, {}), metadata.Metadata({}, None, None)],
+    ids=["a dict", "nothing", "no dict of tensors", "no dict of files"],
+)
+def test_what_is_no_table_is_refused_in_these_words(tmp_path, content):
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(content))
+    with (
+        pytest.raises(ValueError, match="is not a table of tensors and their files"),
+        untrusted_checkpoint(),
+    ):
+        FileSystemReader(tmp_path).read_metadata()
+
+
 def test_the_legal_files_pass(says, two, tmp_path):
     (tmp_path / ".metadata").write_bytes(TABLE_BYTES)
     with untrusted_checkpoint():
