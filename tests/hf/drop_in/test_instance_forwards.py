@@ -48,7 +48,7 @@ def assert_same(found, expected) -> None:
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
-@pytest.mark.each_value
+@pytest.mark.each_pair
 @pytest.mark.parametrize("unpacked", ["transformers", "fused"])
 @pytest.mark.parametrize("order", ["hooks first", "patch first"])
 @pytest.mark.parametrize("place", [dispatch, offload, preload])

@@ -257,6 +257,23 @@ def test_flash_attention_is_given_what_it_can_honour_or_nothing(fresh):
             )
 
 
+def test_a_mask_that_only_the_callers_attention_reads_is_passed_on(fresh):
+    """On one rank a mask that is no tensor."""
+    from megatron_gdn.hf.drop_in.layer import DropInOptions
+    from megatron_gdn.hf.drop_in.patching import prepare_forward
+
+    text = fresh(DENSE).model
+    patch(text)
+    mask = object()
+    told = {
+        "input_ids": torch.randint(67, (1, 4)),
+        "_packed_seq_ids": torch.tensor([[1, 1, 2, 2]]),
+        "attention_mask": {"full_attention": mask},
+    }
+    given = prepare_forward(text, DropInOptions(), told)["attention_mask"]
+    assert given == {"full_attention": mask, "linear_attention": None}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 def test_tables_do_not_follow_the_default_device(fresh, implementation):

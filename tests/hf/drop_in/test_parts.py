@@ -1,11 +1,13 @@
 """Parts of a drop-in by themselves, with stand-ins around them."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
+from megatron_gdn.hf.drop_in.families import _call_by_device
 from megatron_gdn.hf.drop_in.gates import HOLDER_NAME, GateOwner
 from megatron_gdn.hf.drop_in.layer import _DropInState
 
@@ -44,3 +46,17 @@ def test_sharded_gates_are_saved_and_loaded_as_shards(monkeypatch):
     assert len(freed) == 1 and saved.keys() == {"weight", "bias"}
     owner.load_state_dict(saved)
     assert len(freed) == 2
+
+
+def test_on_a_cpu_boundaries_reach_the_function_that_transformers_chose():
+    """It refuses them there; the plain function would ignore them."""
+    called = partial(
+        _call_by_device,
+        lambda x, **_: "chosen",
+        lambda x, **keywords: ["plain", *keywords],
+        frozenset({"known"}),
+    )
+    x = torch.zeros(2)
+    assert called(x, known=1, other=2, cu_seqlens=None) == ["plain", "known"]
+    assert called(x, cu_seqlens=x) == called(x, seq_idx=x) == "chosen"
+    assert called(x.to("meta")) == "chosen"

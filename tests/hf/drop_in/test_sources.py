@@ -290,3 +290,25 @@ def test_places_of_tokens_give_the_layout_and_what_it_cuts(layout, monkeypatch):
     share = MicroBatchShare(None, None, 2, 0, SequenceLayout.ZIGZAG, (24,), cpu)
     found = batch._with_sequence_layout(sources, 1, share)
     assert (found.layout, tuple(found.lengths)) == (layout, cut)
+
+
+@pytest.mark.parametrize(
+    ("option", "offsets", "expected"),
+    [
+        ("contiguous", None, ("contiguous", (24,))),
+        ("contiguous", [0, 8, 24], ("contiguous", (24,))),
+        ("zigzag", [0, 8, 24], ("zigzag", (8, 16))),
+        ("zigzag", None, ("zigzag_buffer", (24,))),
+    ],
+)
+def test_without_places_the_options_layout_cuts_documents_only_by_their_offsets(
+    option, offsets, expected
+):
+    sources = BoundarySources(
+        cu_seqlens=None if offsets is None else torch.tensor(offsets)
+    )
+    share = MicroBatchShare(
+        None, None, 2, 0, SequenceLayout(option), (24,), torch.device("cpu")
+    )
+    found = batch._with_sequence_layout(sources, 1, share)
+    assert (found.layout, tuple(found.lengths)) == expected
