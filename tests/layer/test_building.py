@@ -18,7 +18,7 @@ from megatron_gdn.mixers.tensor_parallel import fill_share
 from megatron_gdn.specs import gpt_block_spec
 from tests.distributed.gpt_laws import gpt_config
 from tests.distributed.layer_laws import build
-from tests.distributed.mixers import MAMBA_SIZES, build_mamba2
+from tests.distributed.mixers import BY_NAME, MAMBA_SIZES, build_mamba2
 from tests.parallel import alone, make_config
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -36,6 +36,19 @@ def asked(monkeypatch):
 
     monkeypatch.setattr(layer_module, "resolve_rule", watched)
     return requests
+
+
+@pytest.mark.parametrize("kind", BY_NAME)
+def test_without_initialization_no_weight_is_given_to_the_configs_functions(kind):
+    def refuse(weight):
+        raise AssertionError("initialised")
+
+    functions = {"init_method": refuse, "output_layer_init_method": refuse}
+    config = BY_NAME[kind].config(use_cpu_initialization=True, **functions)
+    with pytest.raises(AssertionError, match="initialised"):
+        BY_NAME[kind].build(config, alone())
+    config.perform_initialization = False
+    BY_NAME[kind].build(config, alone())
 
 
 def test_the_rule_is_chosen_once_for_every_kind_of_rows(asked):

@@ -185,7 +185,7 @@ def given_defaults(function):
 
 
 def overrides():
-    """Pairs of a method of the package and the one that it replaces."""
+    """Pairs of a method of the package and the package's or torch's that it replaces."""
     classes = {
         x
         for module in modules()
@@ -200,7 +200,8 @@ def overrides():
             for base in cls.__mro__[1:]:
                 original = vars(base).get(name)
                 original = getattr(original, "__func__", original)
-                if base in classes and inspect.isfunction(original):
+                known = base in classes or base.__module__.startswith("torch.")
+                if known and inspect.isfunction(original):
                     yield f"{cls.__name__}.{name}", method, original
                     break
 
