@@ -17,6 +17,7 @@ from megatron_gdn.mixers.flex_attention import BLOCK_SIZE, DocumentMask, attend
 from megatron_gdn.mixers.packing import resolve_packed_seq_params
 from megatron_gdn.ops.documents import Documents
 from tests.distributed.layer_laws import thd
+from tests.other_defaults import forget_tables, other_defaults
 from tests.parallel import alone, assert_close, make_config
 from tests.trees import Tree, random_tree
 
@@ -66,6 +67,22 @@ def listed(mask: DocumentMask, which: int, queries: int, keys: int) -> torch.Ten
     for row, (count, blocks) in enumerate(zip(counts.tolist(), order, strict=True)):
         found[row, blocks[:count].long()] = True
     return found
+
+
+@pytest.mark.parametrize("documents", [PACKED, MIXED.documents], ids=["packed", "tree"])
+def test_no_number_of_a_mask_follows_torchs_defaults(documents):
+    place = torch.arange(documents.total_tokens)[:-3]
+
+    def numbers():
+        *of_tokens, tables = DocumentMask.of(documents, place)
+        return [*of_tokens, *(x for x in tables if x is not None)]
+
+    usual = numbers()
+    forget_tables()
+    with other_defaults():
+        elsewhere = numbers()
+    for found, expected in zip(elsewhere, usual, strict=True):
+        assert found.dtype == expected.dtype and torch.equal(found, expected)
 
 
 @pytest.mark.parametrize(
