@@ -238,6 +238,13 @@ def test_on_a_gpu_the_rules_are_those_of_bf16_layers(hopper, monkeypatch):
         list(checks.check_rules(SMALL, 70))
 
 
+def test_an_error_where_plain_torch_has_none_is_wrong():
+    none = dict.fromkeys(checks._RESULT_NAMES, 0.0)
+    assert checks._compare_errors("rule", none, none).state == "ok"
+    found = checks._compare_errors("rule", none | {"dk": 1e-7}, none)
+    assert found.state == "wrong" and found.text.startswith("dk 1.0e-07, inf of plain")
+
+
 class Worse(PlainRule):
     """Rounds its values to bf16, as the plain rule does not."""
 

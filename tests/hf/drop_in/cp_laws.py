@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from megatron_gdn.context_parallel import local_indices
 from megatron_gdn.hf.drop_in import patch, shard_gates
 from megatron_gdn.hf.drop_in.layer import DropInOptions, become_drop_in
-from megatron_gdn.hf.drop_in.patching import GATHERED_ATTENTION
+from megatron_gdn.hf.drop_in.patching import GATHERED_ATTENTION, prepare_forward
 from tests.hf.drop_in.conftest import in_float64, mixer_of, results
 from tests.hf.tiny_models import build, cache_name
 from tests.parallel import assert_close
@@ -294,6 +294,18 @@ def padded_rows_and_padding_in_a_row() -> None:
         local = many(x[:, mine], attention_mask=mask[:, mine], **told)
         assert_close("padded", local, y[:, mine], 1e-12)
         assert not local[mask[:, mine] == 0].any()
+
+
+def a_mask_in_a_dict_is_passed_on() -> None:
+    """Whatever it is, to the attention of the caller's own; documents are packed."""
+    text = build("Qwen3_5ForCausalLM").model
+    patch(text, cp_mesh=mesh())
+    ids = torch.tensor([[1] * 5 + [2] * 11])[:, own_positions("zigzag_buffer", 16)]
+    for mask in (object(), torch.ones(1, 1, 8, 16, dtype=torch.bool)):
+        told = {"input_ids": ids, "_packed_seq_ids": ids}
+        told["attention_mask"] = {"full_attention": mask}
+        given = prepare_forward(text, DropInOptions(cp_mesh=mesh()), told)
+        assert given["attention_mask"]["full_attention"] is mask
 
 
 def fully_sharded_equals_one_rank(family: str) -> None:
