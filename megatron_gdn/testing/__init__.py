@@ -78,8 +78,6 @@ def _is_composite(function) -> bool:
 def _call_on_each_row(function, x: Tensor) -> Tensor:
     """Call ``function`` on each row ``[1, ...]`` of ``x`` by itself, and join the
     results."""
-    if len(x) == 0:
-        return function(x)
     return torch.cat([function(row.contiguous()) for row in x.split(1)])
 
 

@@ -238,6 +238,30 @@ def test_on_a_gpu_the_rules_are_those_of_bf16_layers(hopper, monkeypatch):
         list(checks.check_rules(SMALL, 70))
 
 
+def test_twice_the_error_of_plain_torch_is_the_most():
+    plain = dict.fromkeys(checks._RESULT_NAMES, 1e-7)
+    for error, state in ((2e-7, "ok"), (2.1e-7, "wrong")):
+        found = checks._compare_errors("rule", plain | {"dg": error}, plain)
+        assert found.state == state and found.text.startswith(f"dg {error:.1e}")
+
+
+def test_rules_run_with_norms_over_two_documents_and_the_last_repeat_counts(
+    monkeypatch,
+):
+    run = checks.run_rule
+    runs = []
+
+    def run_noted(rule, inputs, documents, **options):
+        runs.append((tuple(documents.lengths), options))
+        out, state = run(rule, inputs, documents, **options)
+        return out * (2 if len(runs) == 12 else 1), state  # after fp64 and plain torch
+
+    monkeypatch.setattr(checks, "run_rule", run_noted)
+    state, text = said(checks.check_rules(SMALL, 70), "repeats")
+    assert state == "wrong" and text.endswith("differ in repeat 9")
+    assert runs == [((23, 47), {"use_qk_l2norm_in_kernel": True})] * 12
+
+
 def test_an_error_where_plain_torch_has_none_is_wrong():
     none = dict.fromkeys(checks._RESULT_NAMES, 0.0)
     assert checks._compare_errors("rule", none, none).state == "ok"
