@@ -527,6 +527,21 @@ def test_what_it_cannot_do_is_refused(what, message):
 
 
 @on_ranks(cp=2)
+def test_in_parallel_a_causal_mask_has_all_rows_of_the_batch_or_one():
+    config = attention_config(context_parallel_size=2)
+    groups = groups_of_megatron()
+    core = build_core(config, groups, "zigzag")
+    tensors = [torch.randn(4, 2, heads, HEAD_SIZE) for heads in (HEADS, 2, 2)]
+    expected = core(*tensors, None)
+    mine = local_indices([8], 2, groups.cp.rank())
+    causal = (torch.arange(8) > mine[:, None])[None, None]
+    for mask in (causal, causal.repeat(2, 1, 1, 1), torch.ones(2, 8)):
+        assert torch.equal(core(*tensors, mask), expected)
+    with pytest.raises(NotImplementedError, match="combine context parallelism with"):
+        core(*tensors, None, AttnMaskType.no_mask)
+
+
+@on_ranks(cp=2)
 def test_rotations_of_fewer_positions_than_the_longest_document_has_are_refused():
     config = attention_config(context_parallel_size=2)
     layer = build_attention(config, groups_of_megatron(), cp_layout="contiguous")

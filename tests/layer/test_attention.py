@@ -3,6 +3,7 @@
 import pytest
 import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.dot_product_attention import DotProductAttention
@@ -105,3 +106,45 @@ def test_an_empty_document_changes_nothing_whichever_way_rotations_are_laid(
     expected = outputs((5, 0, 7))
     angles = (angles, angles.clone())  # of queries and of keys
     assert torch.equal(outputs((5, 0, 7)), expected)
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_documents_draw_dropout_where_megatrons_attention_does(sequence_parallel):
+    """Ranks that hold different heads draw from different generators."""
+    config = make_config(attention_dropout=0.5)
+    config.sequence_parallel = sequence_parallel
+    layer = TorchAttention(
+        config, 1, AttnMaskType.causal, "self", pg_collection=alone()
+    )
+    # the CPU and its generator where there is no GPU
+    q, k, v = torch.randn(3, 7, 1, 4, 6, device=torch.cuda.current_device())
+
+    def generators():
+        states = get_cuda_rng_tracker().get_states()
+        return {"default": torch.cuda.get_rng_state()} | states
+
+    def drawn_from(**packed):
+        before = {name: state.clone() for name, state in generators().items()}
+        layer(q, k, v, None, **packed)
+        after = generators()
+        return [name for name in after if not torch.equal(after[name], before[name])]
+
+    by_megatron = drawn_from()
+    assert by_megatron and ("default" in by_megatron) == sequence_parallel
+    assert drawn_from(packed_seq_params=thd((3, 4))) == by_megatron
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("with_batch", [False, True])
+def test_packed_documents_are_one_row_and_are_named_in_errors(with_batch):
+    config = make_config(attention_dropout=0.0)
+    layer = TorchAttention(
+        config, 1, AttnMaskType.causal, "self", pg_collection=alone()
+    )
+    tensors = torch.randn(3, 7, 1, 4, 6) if with_batch else torch.randn(3, 7, 4, 6)
+    packed = {"packed_seq_params": thd((3, 4))}
+    expected = layer(*tensors, None, **packed)
+    assert torch.equal(layer(*tensors, torch.ones(1, 7), **packed), expected)
+    with pytest.raises(NotImplementedError, match="combine packed documents with attn"):
+        layer(*tensors, None, AttnMaskType.no_mask, **packed)
