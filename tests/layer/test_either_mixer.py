@@ -8,6 +8,7 @@ import torch
 from megatron.core import utils
 from megatron.core.ssm import gated_delta_net as upstream
 from megatron.core.ssm.mamba_mixer import MambaMixer
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
 from megatron_gdn import (
     GatedDeltaNet,
@@ -17,7 +18,8 @@ from megatron_gdn import (
     Mamba2Mixer,
 )
 from megatron_gdn.compat.observe import nvtx_range_of
-from megatron_gdn.mixers import base
+from megatron_gdn.compat.torch_linear import DuplicatedLinear
+from megatron_gdn.mixers import base, fp8
 from tests import toy_mixer
 from tests.distributed.layer_laws import (
     by_megatron,
@@ -27,6 +29,7 @@ from tests.distributed.layer_laws import (
     require_same_bits,
 )
 from tests.distributed.mixers import BY_NAME, FULL_GATES, whole
+from tests.megatron_sources import SOURCES, class_of
 from tests.parallel import alone, make_config
 from tests.written_out import OPTIONS, REFERENCES
 
@@ -134,6 +137,40 @@ def test_linears_have_names_below_the_mixers_own(kind, monkeypatch):
     whole(kind, name="decoder.layers.3.mixer")
     of_mixer = [f"decoder.layers.3.mixer.{name}" for name in ("in_proj", "out_proj")]
     assert names[:2] == of_mixer
+
+
+OF_TRANSFORMER_ENGINE = {
+    ColumnParallelLinear: "TEColumnParallelLinear",
+    RowParallelLinear: "TERowParallelLinear",
+    DuplicatedLinear: "TELinear",
+}
+
+
+@pytest.mark.parametrize("core", SOURCES)
+@pytest.mark.parametrize("kind", BY_NAME)
+def test_linears_are_given_all_that_those_of_transformer_engine_ask_for(
+    kind, core, monkeypatch
+):
+    """Where torch's linears have a default, theirs may have none."""
+    built = []
+    build = fp8.build_module
+
+    def compared(spec, *sizes, **given):
+        built.append(build(spec, *sizes, **given))
+        name = OF_TRANSFORMER_ENGINE[type(built[-1])]
+        of_te = class_of(core / "extensions/transformer_engine.py", name)
+        theirs = next(x for x in of_te.body if getattr(x, "name", "") == "__init__")
+        asked = zip(theirs.args.kwonlyargs, theirs.args.kw_defaults, strict=True)
+        by_name = {x.arg: default is not None for x, default in asked}
+        assert given.keys() <= by_name.keys()
+        assert {
+            x for x, has_default in by_name.items() if not has_default
+        } <= given.keys()
+        return built[-1]
+
+    monkeypatch.setattr(fp8, "build_module", compared)
+    mixer = whole(kind)
+    assert {mixer.in_proj, mixer.out_proj} <= set(built)
 
 
 @pytest.mark.parametrize("D_has_hdim", [False, True])

@@ -10,6 +10,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import build_module
 
+from megatron_gdn.compat.torch_linear import DuplicatedLinear
 from megatron_gdn.gdn2.rule import FlaGDN2, PlainGDN2, _repeat_key_heads, choose_gdn2
 from megatron_gdn.kda.sizes import KDADims
 from megatron_gdn.ops.delta_rule.plain import PlainRule
@@ -238,6 +239,30 @@ def test_submodules_that_would_compute_another_layer_are_refused(name, linear, s
     setattr(spec.submodules, name, linear)
     with pytest.raises(ValueError, match=said):
         build_module(spec, KDA_FP32.config(), layer_number=1)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"parallel_mode": "column"},
+        {"parallel_mode": None},
+        {"bias": True, "skip_bias_add": True},
+    ],
+    ids=str,
+)
+def test_a_linear_that_every_rank_has_whole_refuses_what_it_cannot_do(changes):
+    legal = {
+        "config": KDA_FP32.config(),
+        "init_method": torch.nn.init.ones_,
+        "parallel_mode": "duplicated",
+    }
+    assert DuplicatedLinear(3, 2, skip_bias_add=True, **legal).bias is None
+    linear = DuplicatedLinear(3, 2, bias=True, **legal)
+    torch.nn.init.ones_(linear.bias)
+    y, bias_to_add = linear(torch.ones(1, 3))
+    assert y.tolist() == [[4, 4]] and bias_to_add is None
+    with pytest.raises(ValueError, match="parallel_mode='duplicated' and adds its bi"):
+        DuplicatedLinear(3, 2, **{**legal, **changes})
 
 
 def test_fields_of_newer_configs_are_read_and_options_go_before_them():
