@@ -49,6 +49,25 @@ def test_export_gives_the_source_files_back_byte_for_byte(
     assert digests(tmp_path / "back") == digests(folder)
 
 
+@pytest.mark.parametrize("kind", ["hybrid", "gpt"])
+def test_fused_weights_keep_their_own_dtype(copy, tmp_path, kind):
+    """Sections of a projection are stored apart; the other weights are in bf16."""
+    in_fp32 = {}
+    for path in copy.glob("*.safetensors"):
+        weights = load_file(path)
+        fused = {
+            k: w for k, w in weights.items() if re.search("in_proj|(up|gate)_pr", k)
+        }
+        in_fp32 |= {key: torch.randn(weight.shape) for key, weight in fused.items()}
+        save_file({key: in_fp32.get(key, weights[key]) for key in weights}, path)
+    import_folder(copy, tmp_path / "imported", kind)
+    export_folder(tmp_path / "imported", tmp_path / "back", like=copy)
+    back = SafetensorsFolder(tmp_path / "back")
+    assert in_fp32
+    for key, weight in in_fp32.items():
+        assert torch.equal(back.read(key), weight), key
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",

@@ -7,10 +7,12 @@ import os
 import shutil
 import stat
 import struct
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from safetensors.torch import load_file, save_file
 
@@ -454,3 +456,16 @@ def test_a_megatron_that_is_set_up_already_is_left_as_it_is():
     with in_one_process():
         assert parallel_state.get_tensor_model_parallel_group() is group
     assert parallel_state.get_tensor_model_parallel_group() is group
+
+
+@pytest.mark.parametrize("error", [None, KeyError("inside")], ids=["done", "error"])
+def test_a_megatron_that_was_set_up_for_a_folder_is_gone_after_it(error):
+    before = torch.get_rng_state()
+    with suppress(KeyError), in_one_process():
+        assert parallel_state.model_parallel_is_initialized()
+        torch.rand(1)
+        if error:
+            raise error
+    assert not parallel_state.model_parallel_is_initialized()
+    assert not dist.is_initialized()
+    assert torch.equal(torch.get_rng_state(), before)

@@ -12,6 +12,7 @@ from torch import nn
 
 from megatron_gdn.compat.tested import TESTED_VERSIONS, VersionRange, warn_of_untested
 from megatron_gdn.hf import PackingCollator, SSMGate, context_parallel_share, patch
+from megatron_gdn.hf.drop_in import patching
 from tests.hf.drop_in.conftest import (
     DENSE,
     FAMILIES,
@@ -111,6 +112,24 @@ def test_a_forward_that_was_on_the_model_runs_inside_and_is_back_after_undo(fres
     with patch(text):
         text.forward(TOKENS, use_cache=False)
     assert "forward" not in vars(text)
+
+
+@pytest.mark.parametrize("group", [None, "ranks"])
+@pytest.mark.parametrize("attention", ["gathered", None])
+@torch.no_grad()
+def test_no_forward_changes_an_attention_that_the_user_set(
+    fresh, monkeypatch, attention, group
+):
+    """After the patch, or before one that leaves attention to the user."""
+    text = fresh(DENSE).model
+    before = text.config._attn_implementation
+    patch(text, attention=attention)
+    monkeypatch.setattr(patching, "group_of", lambda mesh: group)
+    monkeypatch.setattr(patching, "prepare_forward", lambda *given: given[-1])
+    for chosen in {"eager", before} if attention is None else {"eager"}:
+        text.config._attn_implementation = chosen
+        text(TOKENS, use_cache=False)
+        assert text.config._attn_implementation == chosen
 
 
 def test_a_patch_whose_forward_was_wrapped_is_not_undone_around_it(fresh):

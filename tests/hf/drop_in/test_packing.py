@@ -213,6 +213,8 @@ def test_questions_that_make_no_sense_are_refused(fresh):
         packing_reach(fresh(DENSE), (5,))
     with pytest.raises(ValueError, match="source='mask' is not known"):
         packing_reach(fresh(DENSE), source="mask")
+    with pytest.raises(ValueError, match="Linear has no hidden_size"):
+        packing_reach(torch.nn.Linear(3, 3))
 
 
 def test_a_cache_and_packed_documents_do_not_go_together(patched):

@@ -1,15 +1,22 @@
 """Parts of a drop-in by themselves, with stand-ins around them."""
 
-from functools import partial
+import sys
+from functools import partial, wraps
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
-from megatron_gdn.hf.drop_in.families import _call_by_device
+from megatron_gdn.hf import plain_functions_on_cpu
+from megatron_gdn.hf.drop_in.families import (
+    _KERNEL_FUNCTION_NAMES,
+    _call_by_device,
+    transformers_class,
+)
 from megatron_gdn.hf.drop_in.gates import HOLDER_NAME, GateOwner
 from megatron_gdn.hf.drop_in.layer import _DropInState
+from tests.hf.drop_in.conftest import DENSE, mixer_of
 
 
 @pytest.mark.parametrize("group", ["old", "new"])
@@ -60,3 +67,26 @@ def test_on_a_cpu_boundaries_reach_the_function_that_transformers_chose():
     assert called(x, known=1, other=2, cu_seqlens=None) == ["plain", "known"]
     assert called(x, cu_seqlens=x) == called(x, seq_idx=x) == "chosen"
     assert called(x.to("meta")) == "chosen"
+
+
+@pytest.mark.parametrize("name", _KERNEL_FUNCTION_NAMES)
+def test_kernels_that_transformers_chose_are_left_to_other_devices(
+    fresh, monkeypatch, name
+):
+    """What wraps no plain function, or is no function, stays as it is."""
+    model = fresh(DENSE)
+    modeling = sys.modules[transformers_class(mixer_of(model)).__module__]
+
+    @wraps(lambda x: "plain")
+    def kernel(x):
+        return "kernel"
+
+    x = torch.zeros(2)
+    monkeypatch.setattr(modeling, name, kernel, raising=False)
+    plain_functions_on_cpu(model)
+    called = getattr(modeling, name)
+    assert (called(x), called(x.to("meta"))) == ("plain", "kernel")
+    for other in (called, kernel.__wrapped__, nn.Identity()):
+        monkeypatch.setattr(modeling, name, other)
+        plain_functions_on_cpu(model)
+        assert getattr(modeling, name) is other
