@@ -99,7 +99,10 @@ def cached_by_stream[**Arguments, Made](
                 return cached_make(0, *args, **kwargs)
             return keep_if_captured(cached_make(stream_of_tables(), *args, **kwargs))
 
-        vars(look_up).update(cache_clear=cached_make.cache_clear)
+        vars(look_up).update(
+            cache_clear=cached_make.cache_clear,
+            cache_parameters=cached_make.cache_parameters,
+        )
         return look_up
 
     return decorate

@@ -33,3 +33,10 @@ def test_each_out_has_its_columns(outs, rows, device):
         exact = partial[:, begin : begin + out.numel()].sum(0).to(out.dtype)
         assert torch.equal(out.flatten(), exact)
         begin += out.numel()
+
+
+@pytest.mark.parametrize("widths", [(), (3,), (3, 3), (1, 1, 1, 1, 1)], ids=str)
+def test_outs_that_do_not_take_all_columns_are_refused(widths, device):
+    partial = torch.zeros(2, 5, device=device)
+    with pytest.raises(AssertionError):
+        sum_rows(partial, *(torch.zeros(width, device=device) for width in widths))

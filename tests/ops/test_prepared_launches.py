@@ -31,6 +31,8 @@ def test_a_key_tells_apart_what_triton_compiles_apart():
         (At(32), At(68)),  # not a multiple of 16 bytes
         (At(36), At(64)),
         (At(36), At(68)),
+        (At(36), None),
+        (None, At(36)),
     ]
     keys = [pointers_and_key(tensors)[1] for tensors in several]
     assert len(set(keys)) == len(several)

@@ -110,6 +110,18 @@ def test_more_rows_than_32_bits_count_are_refused():
         reduce._stages_of_sum(2**31 - 8, 1, (1,))
 
 
+@pytest.mark.parametrize("rows", [1, 9, 256, 257, 16_384, 2**24 + 1, 2**31 - 2**16])
+def test_each_row_of_a_sum_has_a_program_and_no_program_is_without_rows(rows):
+    for stage in reduce._stages_of_sum(rows, 5, (5,)):
+        constants = stage.launch._constants
+        of_program = constants["ROWS"] * constants["REPEATS"]
+        assert stage.rows_written == stage.launch._grid_axes[1]
+        assert stage.rows_written == -(-rows // of_program)
+        assert stage.launch._numbers[0] == rows
+        rows = stage.rows_written
+    assert rows == 1
+
+
 def test_a_head_of_a_decoding_step_is_convolved_by_one_warp():
     """Its lanes load the history before one of them overwrites it."""
     front = TritonFront(gdn_table(HeadSizes(2, 4, 8, 6).layout))
