@@ -11,6 +11,7 @@ import mmap
 import pkgutil
 import re
 from importlib import import_module
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -82,10 +83,9 @@ def run_readout(S, B, P, H, V, groups=None, passes=BOTH):
     proj = tensor(S, B, P)
     gamma = tensor(V if groups is None else H * V)
     if "forward" in passes:
-        readout.forward(o, proj, gamma)
+        readout.forward(o, proj, gamma, out=tensor(S, B, H * V))
     if "backward" in passes:
-        d_out = tensor(S, B, H * V)
-        readout.backward(d_out, o, proj, gamma, torch.empty_like(proj))
+        readout.backward(tensor(S, B, H * V), o, proj, gamma, tensor(S, B, P))
 
 
 def run_front(
@@ -99,9 +99,11 @@ def run_front(
     tile=None,
     width=None,
     passes=BOTH,
+    gate_rows=False,
 ):
     """The passes of a front, whose rows lie ``width`` apart; ``history``: how many
-    pieces begin at the last tokens and have rows before them."""
+    pieces begin at the last tokens and have rows before them; ``gate_rows``: the gates
+    have rows of their own."""
     front = TritonFront(table, tile=tile)
     layout = table.layout
     documents = None
@@ -114,6 +116,9 @@ def run_front(
     rows, d_rows = (
         tensor(S, B, width or layout.width)[..., : layout.width] for _ in range(2)
     )
+    of_gates = ()
+    if gate_rows:
+        of_gates = (tensor(S, B, layout.width - layout.main_width),)
     before = None
     if history:
         R = history * (TAPS - 1)
@@ -125,7 +130,7 @@ def run_front(
         )
         before = History(tensor(R, B, C), table_of_rows, tensor(R, B, C, dtype=FP32))
     gates = tensor(H, dtype=FP32), tensor(H * K if channels else H, dtype=FP32)
-    parameters = tensor(C, 1, TAPS), tensor(C), *gates
+    parameters = tensor(C, 1, TAPS), tensor(C), *gates, *of_gates
     if "forward" in passes:
         front.forward(rows, parameters, documents, history=before)
     if "backward" in passes:
@@ -292,6 +297,61 @@ LAWS = {
 def test_every_offset_is_exact(law, simulation):
     LAWS[law](simulation)
     assert simulation.launched
+
+
+# For tensors with any strides: the call, how many tensors it makes before this one, and
+# the numbers of axes along which elements may lie so far apart, and are refused there.
+APART = {
+    **{
+        f"{name} of a readout": (lambda _: run_readout(5, 3, 56, 3, 16), place, 2, 0)
+        for place, name in {1: "rows", 3: "out", 4: "d_out", 5: "d_rows"}.items()
+    },
+    **{
+        f"{name} of a front": (
+            lambda x: run_front(x, 12, 3, SMALL, tile=FEW_STEPS, gate_rows=True),
+            place,
+            2,
+            0,
+        )
+        for place, name in enumerate(("rows", "d_rows", "gate rows"))
+    },
+    "rows of a history": (lambda x: run_lead_in(x, tensor(4, 3, 3)), 0, 2, 1),
+    "gradients of a history": (lambda x: run_additions(x, 4, 2, 4, 3, 16), 1, 2, 0),
+    "rows of an exchange": (lambda x: run_exchange(x, 4, 3, TWO_COPIES), 0, 2, 0),
+    **{
+        f"{name} of chains": (
+            lambda x: run_chains(x, 3, 3, 3, 16, 16),
+            place,
+            2,
+            1 + (name == "through"),
+        )
+        for place, name in enumerate(("local", "through", "out", "start"), 1)
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("call", "place", "reached", "refused"), APART.values(), ids=APART
+)
+def test_strided_elements_are_reached_or_refused(
+    call, place, reached, refused, simulation, monkeypatch
+):
+    """The last element along each axis in turn lies 2^31 elements after the first."""
+
+    def apart(*shape, dtype=BF16):
+        strides = [*torch.empty(shape, device=META).stride()]
+        if next(made) == place:
+            strides[axis] = -(-(2**31) // (shape[axis] - 1))
+        return torch.empty_strided(shape, strides, dtype=dtype, device=META)
+
+    monkeypatch.setitem(globals(), "tensor", apart)
+    for axis in range(reached + refused):
+        made = count()
+        if axis < reached:
+            call(simulation)
+        else:
+            with pytest.raises(ValueError, match="at most"):
+                call(simulation)
 
 
 def kernels_of_the_package() -> set[str]:
