@@ -1,6 +1,8 @@
 """Prepared launches: what they are kept by, and on a GPU the same bits as ordinary
 ones."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -58,6 +60,28 @@ def test_an_interpreted_kernel_is_launched_by_triton_every_time():
     launch(x, None)
     launch(x, None)
     assert calls == [((3, 2), (x, None, 7, 1e-6), {"H": 4, "num_warps": 2})] * 2
+
+
+@pytest.mark.parametrize("grid", [(5,), (5, 6), (5, 6, 7)], ids=str)
+def test_an_axis_that_a_grid_lacks_has_one_program(grid):
+    assert Launch(print, grid)._grid_axes == (*grid, 1, 1)[:3]
+
+
+@pytest.mark.parametrize("place", ["kernel", "launch_enter_hook", "launch_exit_hook"])
+def test_a_hook_at_any_place_is_seen(place):
+    kernel = SimpleNamespace(pre_run_hooks=[])
+    assert not launches._has_launch_hooks(kernel)
+    if place == "kernel":
+        kernel.pre_run_hooks.append(print)
+        assert launches._has_launch_hooks(kernel)
+        return
+    hooks = getattr(launches.knobs.runtime, place)
+    hooks.add(print)
+    try:
+        assert launches._has_launch_hooks(kernel)
+    finally:
+        hooks.remove(print)
+    assert not launches._has_launch_hooks(kernel)
 
 
 @pytest.fixture
