@@ -1,11 +1,16 @@
 """The laws of layers' weight mappings: nothing but torch, at sizes where mistakes
 show."""
 
+from typing import get_args
+
 import pytest
 import torch
 
-from megatron_gdn.gdn.hf import gdn_layer_maps
+from megatron_gdn.gdn.hf import PROJECTIONS, gdn_layer_maps
 from megatron_gdn.hf import layer_from_hf, layer_to_hf
+from megatron_gdn.hf.layers import _layer_maps
+from megatron_gdn.kda.hf import KDAFamily
+from megatron_gdn.kda.sizes import KDADims
 from megatron_gdn.mamba2.hf import mamba2_layer_maps
 from megatron_gdn.mamba2.sizes import Mamba2Dims
 from megatron_gdn.mixers.tensor_map import TensorMap
@@ -181,6 +186,39 @@ def test_mamba2s_rows_are_a_ranks_share_of_every_section():
     for rank, state in enumerate(layer_from_hf(file, MAMBA2, 2)):
         expected = torch.cat([section.chunk(2)[rank] for section in sections])
         assert torch.equal(state["in_proj.weight"], expected)
+
+
+KDA = {"hidden_size": 7, "num_key_heads": 4, "num_value_heads": 12}
+KDA |= {"key_head_dim": 5, "value_head_dim": 3, "conv_kernel_dim": 4}
+STORED = {
+    **{storage: (dims_of(), {"storage": storage}) for storage in PROJECTIONS},
+    "mamba2": (MAMBA2, {}),
+    **{
+        f"{family}, ranks {ranks}": (
+            KDADims(**KDA, forget_rank=ranks[0], output_rank=ranks[1]),
+            {"family": family, "in_files": family != "glm5_next"},
+        )
+        for family in get_args(KDAFamily)
+        for ranks in ((0, 0), (2, 0), (0, 2), (2, 2))
+    },
+}
+
+
+@pytest.mark.parametrize(("dims", "stored"), STORED.values(), ids=STORED)
+def test_a_ranks_share_is_as_large_as_a_layer_of_its_sizes(dims, stored):
+    def shapes_of(dims, ranks):
+        """A Kimi Delta Attention's b_proj is whole on every rank."""
+        return {
+            (entry.name, shard.shape)
+            for entry in _layer_maps(dims, stored)
+            for shard in entry.shards(
+                entry.to_megatron([torch.zeros(x.shape) for x in entry.sources]), ranks
+            )
+            if entry.name != "beta_proj.weight"
+        }
+
+    for ranks in (2, 4):
+        assert shapes_of(dims, ranks) == shapes_of(dims.shard(ranks), 1)
 
 
 def test_a_file_in_fp64_is_read_but_for_parameters_that_are_fp32():
