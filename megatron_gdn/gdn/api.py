@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..ops.autograd import first_derivative_only, uncompiled
+from ..ops.autograd import first_derivative_only, output_without_tokens, uncompiled
 from ..ops.delta_rule.base import HeadSizes, RuleGrads, RuleInputs, check_rule_inputs
 from ..ops.delta_rule.plain import PlainRule
 from ..ops.documents import Documents
@@ -177,6 +177,11 @@ def recurrent_gated_delta_rule(
     Arguments, result and errors are those of :func:`megatron_gdn.ops.gated_delta_rule`.
     """
     documents = check_rule_inputs(query, key, value, g, beta, initial_state, cu_seqlens)
+    if not value.numel():
+        inputs = RuleInputs(query, key, value, g, beta)
+        return _result_without_tokens(
+            inputs, documents, initial_state, output_final_state
+        )
     if use_qk_l2norm_in_kernel:
         query = l2norm(query)
         key = l2norm(key)
@@ -206,6 +211,10 @@ def run_rule(
     """The result of :func:`gated_delta_rule` for ``inputs`` and ``documents``, computed
     by ``rule``; the keywords are arguments of that function."""
     q, k, v, g, beta = inputs
+    if not v.numel():  # a rule's backward needs a token
+        return _result_without_tokens(
+            inputs, documents, initial_state, output_final_state
+        )
     if use_qk_l2norm_in_kernel:
         q, k = l2norm(q), l2norm(k)
     if scale is not None:
@@ -219,12 +228,7 @@ def run_rule(
         filled = documents.filled_indices
     initial = initial_state
     if filled is not None and initial is not None:
-        # If no document has a token, the rule has one empty sequence and gets no
-        # initial state.
-        if len(filled):
-            initial = initial.index_select(0, filled)
-        else:
-            initial = None
+        initial = initial.index_select(0, filled)
     o, final = _RunRule.apply(
         rule, documents, output_final_state, q, k, v, g, beta, initial
     )
@@ -233,8 +237,30 @@ def run_rule(
     final_states = final.new_zeros((len(documents.lengths),) + final.shape[1:])
     if initial_state is not None:
         final_states = initial_state.to(final.dtype)
-    # If no document has a token, the slice drops the state of the one empty sequence.
-    return o, final_states.index_copy(0, filled, final[: len(filled)])
+    return o, final_states.index_copy(0, filled, final)
+
+
+def _result_without_tokens(
+    inputs: RuleInputs,
+    documents: Documents | None,
+    initial_state: Tensor | None,
+    output_final_state: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """The result of :func:`gated_delta_rule` for ``inputs`` without a token: an empty
+    output, and states that stay as they were. Every input gets a gradient."""
+    q, k, v, g, beta = inputs
+    B, _, H, V = v.shape
+    empty = output_without_tokens(
+        v.flatten(2), q, k, g, beta, initial_state, width=H * V
+    )
+    o = empty.unflatten(2, (H, V))
+    if not output_final_state:
+        return o, None
+    dtype = torch.promote_types(v.dtype, torch.float32)
+    if initial_state is not None:
+        return o, initial_state.to(dtype)
+    sequences = B if documents is None else len(documents.lengths)
+    return o, v.new_zeros(sequences, H, k.shape[-1], V, dtype=dtype)
 
 
 class _RunRule(torch.autograd.Function):

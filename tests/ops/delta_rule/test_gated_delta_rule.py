@@ -118,6 +118,30 @@ def test_fp64_chunks_agree_with_the_recurrence_at_odd_sizes(
     assert_recurrence([q, k * 0.3, *others], tolerance=1e-11, **options)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("offsets", [[0, 0], [0, 0, 0], None])
+@pytest.mark.parametrize("rule", [gated_delta_rule, recurrent_gated_delta_rule])
+def test_sequences_without_tokens_give_their_states_back_and_gradients_of_zero(
+    rule, offsets, dtype
+):
+    B, N = (2, 2) if offsets is None else (1, len(offsets) - 1)
+    *inputs, state = make_inputs(B, 0, 2, 4, 5, 3, 1.0, N, dtype)
+    wide = torch.promote_types(dtype, torch.float32)
+    given = [x.requires_grad_() for x in (*inputs, state)]
+    options = {"output_final_state": True, "cu_seqlens": offsets}
+    o, final = rule(*given[:5], initial_state=given[5], **options)
+    assert o.shape == given[2].shape and o.dtype == dtype
+    assert torch.equal(final, state.to(wide)) and final.dtype == wide
+    found = torch.autograd.grad(o.sum() + 3 * final.sum(), given)
+    assert (found[5] == 3).all()
+    for x, gradient in zip(inputs, found[:5], strict=True):
+        assert gradient.shape == x.shape and gradient.dtype == x.dtype
+    _, final = rule(*inputs, **options)
+    assert torch.equal(final, torch.zeros_like(state, dtype=wide))
+    assert final.dtype == wide
+    assert rule(*inputs, cu_seqlens=offsets)[1] is None
+
+
 OFFSETS = [0, 1, 3, 3, 100, 164, 300]
 
 
