@@ -161,23 +161,25 @@ class _GroupResults:
         ``like``."""
         self._grid = grid
         self._shared_value = None
+        self._rows = None
         if like.stride()[:2] == (0, 0):
             # All tokens share one value, such as the parameter D. It is not copied for
             # each token.
             self._shared_value = like[:1, :1]
-            like = like[..., :0]
-        self._rows = grid.new_rows(like)
+        else:
+            self._rows = grid.new_rows(like)
 
     def put(self, group: ChunkGroup, chunks: Tensor) -> None:
         """Store ``chunks``, the results ``[n, 64, ...]`` of one group."""
-        if self._shared_value is None:
+        if self._rows is not None:
             self._grid.write_chunks(self._rows, group, chunks)
 
     def in_token_order(self, rows: torch.Size) -> Tensor:
         """The results of all tokens, ``[B, S, ...]``; ``rows`` is ``(B, S)``."""
-        if self._shared_value is not None:
-            return self._shared_value.expand(rows + self._shared_value.shape[2:])
-        return self._rows.unflatten(0, rows)
+        if self._rows is not None:
+            return self._rows.unflatten(0, rows)
+        assert self._shared_value is not None
+        return self._shared_value.expand(rows + self._shared_value.shape[2:])
 
 
 class AlignedFront:
