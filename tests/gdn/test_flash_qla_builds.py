@@ -127,6 +127,19 @@ def test_a_killed_rank_takes_its_compilers_along(tmp_path, rank):
     until(lambda: is_free(lock_file(HEADS.lock)))
 
 
+def test_the_command_holds_the_lock_when_its_run_has_let_go(tmp_path, monkeypatch):
+    keep_cache_in(tmp_path, monkeypatch)
+    monkeypatch.setattr(builds, "_started_commands", {})
+    waits = [sys.executable, "-IS", "-c", "import sys; sys.stdin.read()"]
+    monkeypatch.setattr(builds, "warm_up_command", lambda heads, part: waits)
+    builds.set_next_calls(HEADS, "cut")
+    with builds.build_lock(HEADS.lock, "a kernel") as lock:
+        process = builds._start_command(lock)
+    assert not is_free(lock_file(HEADS.lock))
+    process.communicate()  # closes its input
+    assert is_free(lock_file(HEADS.lock))
+
+
 def test_compilers_that_fail_are_quoted_and_nobody_waits_for_them(
     tmp_path, rank, monkeypatch, caplog, capfd
 ):

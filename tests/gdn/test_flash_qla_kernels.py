@@ -87,7 +87,13 @@ def tilelang(monkeypatch):
         {fences._POSTPROCESSING_HOOK: hook}
     )
     ffi = ModuleType("tvm_ffi")
-    ffi.get_global_func = lambda name, allow_missing: hooks.get(name)
+
+    def get_global_func(name, allow_missing=False):
+        if name not in hooks and not allow_missing:
+            raise ValueError(f"Cannot find global function {name}")
+        return hooks.get(name)
+
+    ffi.get_global_func = get_global_func
     monkeypatch.setitem(sys.modules, "tilelang", ModuleType("tilelang"))
     monkeypatch.setitem(sys.modules, "tilelang.engine", ModuleType("tilelang.engine"))
     monkeypatch.setitem(sys.modules, "tilelang.engine.callback", callback)

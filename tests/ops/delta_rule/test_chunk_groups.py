@@ -19,6 +19,7 @@ from megatron_gdn.ops.delta_rule.chunk_math import (
 from megatron_gdn.ops.delta_rule.plain import PlainRule
 from megatron_gdn.ops.delta_rule.triangular import _identity_and_corners
 from megatron_gdn.ops.rules import chunk_table
+from megatron_gdn.ops.static_documents import StaticDocuments
 from megatron_gdn.ops.switches import full_fp32_matmul
 from tests import filled_memory
 
@@ -59,6 +60,20 @@ def test_a_few_documents_add_no_group_to_a_full_buffer(heads):
     """Each may add a chunk to the 512 of 2^15 tokens."""
     at_once = chunk_table.chunks_at_once(heads)
     assert -(-512 // at_once) == -(-(512 + 15) // at_once)
+
+
+@pytest.mark.parametrize("back", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("fixed", [False, True], ids=["documents", "fixed buffers"])
+def test_the_state_that_leaves_a_group_keeps_no_other_in_memory(fixed, back):
+    """A backward keeps the state before each group."""
+    documents = StaticDocuments(300, 2) if fixed else documents_of((300,))
+    table = chunk_table.ChunkTable.of(documents, 64, heads=2)
+    (group,) = table.groups
+    n, N = table.chunks_in(group), documents.sequences
+    through, states = torch.ones(n, 2, 3, 1), torch.ones(n + 1, 2, 3, 4)
+    passed = group.pass_states(through, states, None, torch.ones(N, 2, 3, 4), back)
+    carried = passed.carried_state
+    assert carried.untyped_storage().nbytes() == carried.nbytes == 2 * 3 * 4 * 4
 
 
 class Launches(TorchDispatchMode):
