@@ -127,17 +127,25 @@ def test_a_killed_rank_takes_its_compilers_along(tmp_path, rank):
     until(lambda: is_free(lock_file(HEADS.lock)))
 
 
-def test_the_command_holds_the_lock_when_its_run_has_let_go(tmp_path, monkeypatch):
+def test_the_command_holds_the_lock_and_has_the_runs_paths_variables_and_errors(
+    tmp_path, monkeypatch, capfd
+):
     keep_cache_in(tmp_path, monkeypatch)
     monkeypatch.setattr(builds, "_started_commands", {})
-    waits = [sys.executable, "-IS", "-c", "import sys; sys.stdin.read()"]
+    says = "import os, sys; print(os.getsid(0) == os.getpid(), os.environ['MARK'])"
+    waits = [sys.executable, "-S", "-c", f"{says}; print(sys.path); sys.stdin.read()"]
     monkeypatch.setattr(builds, "warm_up_command", lambda heads, part: waits)
+    monkeypatch.setenv("MARK", "given")
+    monkeypatch.setattr(sys, "path", ["", "/of the run", *sys.path])
     builds.set_next_calls(HEADS, "cut")
     with builds.build_lock(HEADS.lock, "a kernel") as lock:
         process = builds._start_command(lock)
-    assert not is_free(lock_file(HEADS.lock))
-    process.communicate()  # closes its input
+    assert not is_free(lock_file(HEADS.lock))  # though the run has let go
+    process.communicate()  # closes the command's input
     assert is_free(lock_file(HEADS.lock))
+    said = capfd.readouterr().err
+    assert "True given" in said, "a session of its own, and the run's variables"
+    assert repr([os.getcwd(), "/of the run"])[1:-1] in said
 
 
 def test_compilers_that_fail_are_quoted_and_nobody_waits_for_them(
