@@ -328,8 +328,8 @@ def _static_documents_with_offsets(
         longest=tokens,
         total_tokens=tokens,
         _derivation_key=(documents._derivation_key, (make, arguments)),
+        # no ``_checks``: :meth:`StaticDocuments.fill` is called for ``documents`` alone
         _tables=documents._tables,
-        _checks={},
         _stamps=documents._stamps,
     )
     return derived
