@@ -116,6 +116,41 @@ def test_a_segments_last_chunks_reach_the_kernel():
     assert unread.shape == last_chunks.shape and unread.dtype == last_chunks.dtype
 
 
+def test_every_kernel_is_made_for_value_heads_key_heads_key_dim_and_value_dim():
+    """In this order, which FlashQLA's factories have, of those that a kernel has."""
+    made = {}
+    modules = {"fused_gdr_fwd": SimpleNamespace(TARGET_NUM_CTAS=9)}
+    library = SimpleNamespace(build_cp_context=None)
+    kernels = flash_qla_hopper.HopperKernels(library, modules)
+    kernels._chunk_table_module = SimpleNamespace(
+        prepare_chunk_offsets=first_chunks, prepare_chunk_indices=first_chunks
+    )
+    kernels._kernel = lambda stage, _, *key: lambda *args: made.update({stage: key})
+    H, G, K, V = sizes = (6, 3, 32, 16)
+    k, v = torch.zeros(1, 192, G, K), torch.zeros(1, 192, H, V)
+    a, g = torch.zeros(1, 192, H, 64), torch.zeros(1, 192, H)
+    offsets = torch.tensor([0, 128, 192], dtype=torch.int32)
+    local, through = torch.zeros(2, H, K, V), torch.zeros(2, H, K, K)
+    mask, warmup = torch.zeros(2, dtype=torch.bool), offsets.new_ones(2, H)
+    kernels.chunk_local_cumsum(g, offsets)
+    kernels.kkt_solve(k, g, offsets)
+    kernels.get_warmup_chunks_bidi(g, offsets, mask, mask, -10)
+    kernels.fused_gdr_h(k, v, a, g, g, cu_seqlens=offsets)
+    kernels.correct_initial_states(None, local, through, warmup > 0, offsets[:2])
+    kernels.fused_gdr_fwd(k, k, v, a, g, g, 1.0, cu_seqlens=offsets)
+    kernels.fused_gdr_dh(k, k, a, g, g, v, 1.0, offsets, warmup)
+    h = torch.zeros(1, 3, H, K, V)
+    kernels.fused_gdr_bwd(k, k, v, a, g, g, v, None, h, 1.0, offsets)
+    missing = {"kkt_solve": {V}, "correct_initial_states": {G}}
+    missing |= dict.fromkeys(
+        ("chunk_local_cumsum", "get_warmup_chunks_bidi"), {G, K, V}
+    )
+    assert len(made) == 8
+    for stage, key in made.items():
+        expected = tuple(x for x in sizes if x not in missing.get(stage, ()))
+        assert key[: len(expected)] == expected, stage
+
+
 def inputs_of(S, B):
     make = torch.Generator(device="cuda").manual_seed(5)
 
