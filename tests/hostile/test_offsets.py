@@ -275,6 +275,9 @@ LAWS = {
         tile=FEW_STEPS,
     ),
     "decode": lambda x: run_decode(x, 65_535, 2**20, HeadSizes(2, 4, 128, 128)),
+    "decode, wide rows": lambda x: run_decode(
+        x, 65_535, 65_535, HeadSizes(65, 130, 128, 128)
+    ),
     "decode, transposed": lambda x: run_decode(
         x, 7, 2**20, HeadSizes(1, 1, 16, 80), True
     ),
@@ -289,6 +292,9 @@ LAWS = {
     "additions to wide rows": lambda x: run_additions(x, 4, 2, 4, 40_000, 16, 2**16),
     "sums": lambda _: sum_rows(
         tensor(2**23, 1024, dtype=FP32), tensor(1000), tensor(24)
+    ),
+    "sums of many columns": lambda _: sum_rows(
+        tensor(2**23, 40_000, dtype=FP32), tensor(40_000)
     ),
 }
 

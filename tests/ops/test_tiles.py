@@ -1,12 +1,15 @@
 """Tiles of the walking kernels: the table's, where 32-bit offsets and shared memory
 hold them."""
 
+import re
+
 import pytest
 
 from megatron_gdn.ops.kernels.tiles import (
     FrontTile,
     front_backward_tile,
     front_forward_tile,
+    rows_need_64_bits,
     tile_of_32_bit_offsets,
     within_grid,
     within_shared_memory,
@@ -63,6 +66,25 @@ def test_rows_too_far_apart_for_any_tile_are_refused_in_words():
         ValueError, match="1000000000 elements apart.*at most 214748364 .*torch"
     ):
         tile_of_32_bit_offsets(FrontTile(4, 32, 4), 10_000, 4, (1_000_000_000,))
+
+
+@pytest.mark.parametrize("taps", [2, 4, 8])
+def test_the_distance_that_an_error_names_is_the_largest_that_is_taken(taps):
+    def take(stride):
+        tile_of_32_bit_offsets(FrontTile(4, 32, 4), 10_000, taps, (stride,))
+
+    with pytest.raises(ValueError) as error:
+        take(2**31 - 1)
+    most = int(re.search(r"at most (\d+) elements", str(error.value))[1])
+    take(most)
+    with pytest.raises(ValueError, match=f"at most {most} elements"):
+        take(most + 1)
+
+
+@pytest.mark.parametrize("stride", [WIDTH, 2**25, 2**31, 2**40])
+def test_a_readout_has_no_64_bits_where_32_do(stride):
+    """Strides of more than 32 bits have 64 bits whatever the rows have."""
+    assert not rows_need_64_bits(64, 32 * 10**6, 1, (stride, 4096), 128)
 
 
 @pytest.mark.parametrize(
