@@ -13,10 +13,14 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
+from megatron.core import parallel_state, tensor_parallel
 from safetensors.torch import load_file, save_file
 
-from megatron_gdn.compat.one_process import in_one_process
+from megatron_gdn.compat.one_process import (
+    end_one_process,
+    in_one_process,
+    start_one_process,
+)
 from megatron_gdn.hf import (
     export_folder,
     import_folder,
@@ -469,3 +473,16 @@ def test_a_megatron_that_was_set_up_for_a_folder_is_gone_after_it(error):
     assert not parallel_state.model_parallel_is_initialized()
     assert not dist.is_initialized()
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_one_process_is_set_up_once_and_draws_by_its_seed():
+    drawn = []
+    with torch.random.fork_rng():
+        for seed in (7, 7, 8):
+            device = start_one_process(seed)
+            with tensor_parallel.get_cuda_rng_tracker().fork():
+                drawn.append(torch.rand(3, device=device))
+            with pytest.raises(RuntimeError, match="initialised already, with 1 proc"):
+                start_one_process(seed)
+            end_one_process()
+    assert torch.equal(drawn[0], drawn[1]) and not torch.equal(drawn[0], drawn[2])

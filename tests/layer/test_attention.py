@@ -9,10 +9,18 @@ from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 
-from megatron_gdn import set_documents, static_packed_seq_params
-from megatron_gdn.mixers.attention import TorchAttention, TorchSelfAttention
+from megatron_gdn import (
+    set_documents,
+    static_packed_seq_params,
+    tree_packed_seq_params,
+)
+from megatron_gdn.mixers.attention import (
+    TorchAttention,
+    TorchSelfAttention,
+    class_with_tree_attention,
+)
 from tests.distributed.layer_laws import thd
-from tests.parallel import alone, make_config
+from tests.parallel import alone, assert_close, make_config
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -148,3 +156,36 @@ def test_packed_documents_are_one_row_and_are_named_in_errors(with_batch):
     assert torch.equal(layer(*tensors, torch.ones(1, 7), **packed), expected)
     with pytest.raises(NotImplementedError, match="combine packed documents with attn"):
         layer(*tensors, None, AttnMaskType.no_mask, **packed)
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize(
+    "changes",
+    [{"apply_query_key_layer_scaling": True}, {"softmax_scale": 0.3}],
+    ids=str,
+)
+def test_scores_of_documents_have_the_scale_of_megatrons_attention(changes):
+    config = make_config(attention_dropout=0.0, **changes)
+    layer = TorchAttention(
+        config, 3, AttnMaskType.causal, "self", pg_collection=alone()
+    )
+    q, k, v = torch.randn(3, 7, 1, 4, 6)
+    expected = layer(q, k, v, None)
+    # fp32: some 80 roundings, for scores of 6 terms and sums of at most 7 weights
+    assert_close(
+        "output", layer(q, k, v, None, packed_seq_params=thd((7,))), expected, 1e-5
+    )
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_dropout_in_trees_is_for_training_alone():
+    config = make_config(attention_dropout=0.5)
+    core = class_with_tree_attention(DotProductAttention)(
+        config, 1, AttnMaskType.causal, "self", pg_collection=alone()
+    )
+    qkv = torch.ones(3, 7, 4, 6)
+    tree = tree_packed_seq_params((3, 4), (-1, 0), device="cpu")
+    for training in (True, False, True):
+        out = core.train(training)(*qkv, None, packed_seq_params=tree)
+        # every value is 1, and so is every mean of them
+        assert torch.allclose(out, torch.ones_like(out)) is not training

@@ -258,6 +258,7 @@ def test_a_linear_that_every_rank_has_whole_refuses_what_it_cannot_do(changes):
     }
     assert DuplicatedLinear(3, 2, skip_bias_add=True, **legal).bias is None
     linear = DuplicatedLinear(3, 2, bias=True, **legal)
+    assert linear.bias.tolist() == [0, 0]
     torch.nn.init.ones_(linear.bias)
     y, bias_to_add = linear(torch.ones(1, 3))
     assert y.tolist() == [[4, 4]] and bias_to_add is None

@@ -339,6 +339,7 @@ def test_the_report_of_leaks_does_not_depend_on_dropout():
 
     module = WithDropout().train()
     assert packing_reach(module).leaks() == []
+    assert packing_reach(WithDropout().bfloat16()).leaks() == []
     assert module.training and module.dropout.training
     module.eval()
     packing_reach(module)
