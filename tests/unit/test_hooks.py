@@ -40,3 +40,13 @@ def test_the_input_of_a_module_is_made_for_its_pre_hooks_alone():
     norm.register_forward_pre_hook(lambda module, inputs: None)
     hooks.run_pre_hooks(norm, lambda: made.append("input"))
     assert made == ["input"]
+
+
+def test_accelerate_calls_a_modules_own_forward_only_under_a_hook():
+    """Another package may store an attribute of either name."""
+    names = "_hf_hook", "_old_forward"
+    for given in ((), names[:1], names[1:], names):
+        module = nn.Identity()
+        vars(module).update(dict.fromkeys(given))
+        expected = "_old_forward" if given == names else "forward"
+        assert hooks.forward_name(module) == expected
