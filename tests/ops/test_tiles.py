@@ -9,6 +9,8 @@ from megatron_gdn.ops.kernels.tiles import (
     FrontTile,
     front_backward_tile,
     front_forward_tile,
+    norm_backward_tile,
+    norm_forward_tile,
     rows_need_64_bits,
     tile_of_32_bit_offsets,
     within_grid,
@@ -17,6 +19,37 @@ from megatron_gdn.ops.kernels.tiles import (
 
 WIDTH = 12352  # of a projection row with 16 key and 32 value heads of 128
 TABLE = [front_forward_tile, front_backward_tile]
+
+
+# The steps of a front's forward and backward, from so many tokens on.
+STEPS = {1: (8, 16), 2048: (8, 32), 4096: (32, 32), 8192: (32, 64), 32768: (32, 128)}
+# The rows of a norm's forward, the rows of its backward, the repeats for few rows and
+# for many, and the warps, for rows of so many columns.
+NORMS = {
+    16: (256, 128, 4, 8, 4),
+    128: (32, 16, 4, 8, 4),
+    2048: (2, 1, 16, 16, 4),
+    4096: (1, 1, 16, 16, 8),
+    2**15: (1, 1, 16, 16, 16),
+}
+
+
+def test_the_tiles_of_a_front_stay():
+    """They decide the order of sums, and so the bits of every run on a GPU."""
+    ends = [*list(STEPS)[1:], 2**20]
+    for (first, (forward, backward)), end in zip(STEPS.items(), ends, strict=True):
+        for tokens in (first, end - 1):
+            assert front_forward_tile(tokens, 128) == (4, forward, 4, None, 3)
+            assert front_backward_tile(tokens, 128) == (4, backward, 4, 96, 3)
+            assert front_backward_tile(tokens, 128, True) == (4, backward, 4, 128, 3)
+
+
+@pytest.mark.parametrize("width", NORMS)
+def test_the_tiles_of_a_norm_stay(width):
+    ahead, back, few, many, warps = NORMS[width]
+    assert norm_forward_tile(width) == (ahead, 1, warps)
+    assert norm_backward_tile(2**17 - 1, width) == (back, few, warps)
+    assert norm_backward_tile(2**17, width) == (back, many, warps)
 
 
 def reach(tile: FrontTile, tokens: int, taps: int) -> int:
