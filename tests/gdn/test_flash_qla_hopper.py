@@ -151,6 +151,28 @@ def test_every_kernel_is_made_for_value_heads_key_heads_key_dim_and_value_dim():
         assert key[: len(expected)] == expected, stage
 
 
+@pytest.mark.parametrize("asked", [None, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("all_chunks", [True, False])
+def test_states_have_the_dtype_asked_for_or_that_of_flash_qlas_function(
+    all_chunks, asked
+):
+    """Its states of whole segments are fp32, those of last chunks have the dtype of
+    k."""
+    kernels = flash_qla_hopper.HopperKernels(SimpleNamespace(build_cp_context=None), {})
+    kernels._chunk_table_module = SimpleNamespace(prepare_chunk_offsets=first_chunks)
+    kernels._kernel = lambda stage, *key: lambda *args: None
+    k = torch.zeros(1, 192, 2, 16, dtype=torch.bfloat16)
+    a, g = torch.zeros(1, 192, 2, 64), torch.zeros(1, 192, 2)
+    _, last, through = kernels.fused_gdr_h(
+        *(k, k, a, g, g),
+        cu_seqlens=torch.tensor([0, 128, 192], dtype=torch.int32),
+        num_warmup_chunks=None if all_chunks else torch.ones(2, 2, dtype=torch.int32),
+        final_dtype=asked,
+    )
+    own = torch.float32 if all_chunks else k.dtype
+    assert last.dtype == through.dtype == (asked or own)
+
+
 def inputs_of(S, B):
     make = torch.Generator(device="cuda").manual_seed(5)
 

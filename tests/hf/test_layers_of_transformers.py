@@ -142,6 +142,22 @@ def test_weights_return_bit_for_bit(name, tp_size, zero_centered):
 
 
 @each
+def test_a_zero_centred_norm_holds_its_gain_minus_one(name):
+    """And nothing else depends on it. transformers' own gains are ones."""
+    mapping = Mapping(name)
+    module = mapping.theirs.state_dict()
+    module[f"{mapping.norm}.weight"].copy_(
+        1 + torch.arange(len(module[f"{mapping.norm}.weight"])) / 256
+    )
+    (plain,), (centred,) = (
+        mapping.read(module, zero_centered_gamma=zero_centred)
+        for zero_centred in (False, True)
+    )
+    expected = plain | {"out_norm.weight": plain["out_norm.weight"] - 1}
+    assert_same_file(centred, expected)
+
+
+@each
 def test_a_layer_has_the_outputs_and_gradients_of_transformers(pools, name):
     """fp32, 1e-5 of the largest entry; a KDA's gradients may err twice as much as
     transformers'."""
