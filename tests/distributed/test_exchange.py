@@ -1,7 +1,7 @@
 import re
 from functools import partial
 from types import SimpleNamespace
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -393,6 +393,27 @@ def test_copies_leave_room_for_messages_while_some_travel(waves, direct):
     ):
         scheme.passage(None, 16, 2, mine).to_stages(mine).sum().backward()
     assert found == {None, False, True} if waves == 2 else {None, False}
+
+
+@directly
+@pytest.mark.parametrize("adjacent", [True, False])
+@on_ranks(2)
+def test_rows_are_packed_where_they_lie_unless_their_columns_are_apart(
+    adjacent, direct
+):
+    _, scheme = _scheme("zigzag")
+    width = scheme._projection_shares.width
+    if adjacent:
+        mine = torch.randn(8, 2, 2 * width)[..., :width]
+    else:
+        mine = torch.randn(8, width, 2).mT
+    packed = Mock(wraps=pack_torch.pack_peers)
+    with travelling(1, direct), patch.object(pack_torch, "pack_peers", packed):
+        scheme.passage(None, 16, 2, mine).to_stages(mine)
+    (call,) = packed.call_args_list
+    rows = call.args[0]
+    same = rows.untyped_storage().data_ptr() == mine.untyped_storage().data_ptr()
+    assert rows.stride(-1) == 1 and same is adjacent
 
 
 @on_ranks(2)
