@@ -12,13 +12,14 @@ from megatron.training.utils import to_empty_if_meta_device
 
 import megatron_gdn
 from megatron_gdn import GatedDeltaNet
+from megatron_gdn.compat.torch_norm import TorchRMSNorm
 from megatron_gdn.gdn import layer as layer_module
 from megatron_gdn.mixers.attention import TorchSelfAttention
 from megatron_gdn.mixers.tensor_parallel import fill_share
 from megatron_gdn.specs import gpt_block_spec
 from tests.distributed.gpt_laws import gpt_config
 from tests.distributed.layer_laws import build
-from tests.distributed.mixers import BY_NAME, MAMBA_SIZES, build_mamba2
+from tests.distributed.mixers import BY_NAME
 from tests.parallel import alone, make_config
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -123,12 +124,12 @@ def test_an_fp16_model_keeps_its_gates_and_their_gradients_in_fp32():
     assert x.grad.isfinite().all()
 
 
-MIXERS = {
-    "GatedDeltaNet": build,
-    "Mamba2Mixer": lambda config: build_mamba2(config, alone()),
-}
-each_mixer = pytest.mark.parametrize("name", MIXERS)
-ON_A_GPU = {**MAMBA_SIZES, "use_cpu_initialization": False}
+def initialised_as_on_a_gpu(kind, **changes):
+    config = BY_NAME[kind].config(use_cpu_initialization=False, **changes)
+    return BY_NAME[kind].build(config, alone())
+
+
+each_mixer = pytest.mark.parametrize("kind", BY_NAME)
 
 
 def require_equal(landed, here):
@@ -148,27 +149,28 @@ def require_equal(landed, here):
 
 
 @each_mixer
-def test_under_megatrons_meta_device_a_layer_is_the_one_built_here(name):
+def test_under_megatrons_meta_device_a_layer_is_the_one_built_here(kind):
     """Megatron builds under ``torch.device("meta")``, moves what is there, and resets
     nothing."""
     torch.manual_seed(3)
-    here = MIXERS[name](make_config(**ON_A_GPU))
+    here = initialised_as_on_a_gpu(kind)
     torch.manual_seed(3)
     with torch.device("meta"):
-        layer = MIXERS[name](make_config(**ON_A_GPU, init_model_with_meta_device=True))
+        layer = initialised_as_on_a_gpu(kind, init_model_with_meta_device=True)
     require_equal(to_empty_if_meta_device(layer, device=torch.device("cpu")), here)
 
 
 @each_mixer
-def test_a_layer_that_was_emptied_is_reset_to_the_one_built_here(name):
-    here, layer = (MIXERS[name](make_config(**ON_A_GPU)) for _ in range(2))
+def test_a_layer_that_was_emptied_is_reset_to_the_one_built_here(kind):
+    here, layer = (initialised_as_on_a_gpu(kind) for _ in range(2))
     layer.to("meta").to_empty(device="cpu")
     for one in (here, layer):
         torch.manual_seed(3)
         one.reset_parameters()
-    if name == "GatedDeltaNet":
-        # a module's own initialisation is not the layer's
-        layer.out_norm.reset_parameters()
+    # a module's own initialisation is not the layer's
+    for module in layer.children():
+        if isinstance(module, TorchRMSNorm):
+            module.reset_parameters()
     require_equal(layer, here)
 
 
