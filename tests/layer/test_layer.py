@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_gdn import (
     causal_conv1d,
+    gated_delta_rule,
     torch_chunk_gated_delta_rule,
     tree_packed_seq_params,
 )
@@ -63,6 +64,25 @@ def test_the_steps_under_upstreams_names_add_up_to_the_forward(allow_neg_eigval)
     o, _ = layer.gated_delta_rule(q, k, v, g=g, beta=beta)
     mixed = layer._apply_gated_norm(o, z).flatten(2).transpose(0, 1)
     assert_close("output", layer(x, None)[0], layer.out_proj(mixed)[0], 1e-5)
+
+
+@pytest.mark.parametrize("backend", ["reference", "recurrent"])
+def test_the_rule_under_upstreams_name_is_that_of_the_layers_backend(
+    backend, monkeypatch
+):
+    """Chunks and single tokens round otherwise."""
+    layer = build()
+    monkeypatch.setattr(type(layer), "backend", backend)
+    q, k, v = torch.randn(3, 1, 130, 2, 8)
+    g, beta = -torch.rand(1, 130, 2), torch.rand(1, 130, 2)
+    options = {"g": g, "beta": beta, "use_qk_l2norm_in_kernel": True}
+    o = layer.gated_delta_rule(q, k, v, **options)[0]
+    backends = {
+        name: gated_delta_rule(q, k, v, backend=name, **options)[0]
+        for name in ("reference", "recurrent")
+    }
+    same = [name for name, other in backends.items() if torch.equal(o, other)]
+    assert same == [backend]
 
 
 def test_what_the_backward_read_is_freed_though_the_loss_is_kept():
