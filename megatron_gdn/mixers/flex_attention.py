@@ -59,10 +59,10 @@ class DocumentMask(NamedTuple):
         all_IJ = (last_key_J <= first_query_I[:, None]) & (
             last_query_I[:, None] < least_end_J
         )
-        # The kernels check the sequence's end only in blocks that are not in
-        # ``all_IJ``.
+        # The kernels check the ends of queries and keys only in blocks that are not in
+        # ``all_IJ``. A whole block of queries never sees all of the last keys: only the
+        # last token sees the last key.
         all_IJ[-1] &= len(query_s) % BLOCK_SIZE == 0
-        all_IJ[:, -1] &= len(key_S) % BLOCK_SIZE == 0
         block_mask = BlockMask.from_kv_blocks(
             *_list_blocks(some_IJ & ~all_IJ), *_list_blocks(all_IJ)
         )

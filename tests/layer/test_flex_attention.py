@@ -29,7 +29,10 @@ ANSWERS = Tree((-1, *[0] * 4), (2 * BLOCK_SIZE + 9, 3 * BLOCK_SIZE, 40, 41, BLOC
 # continues 4.
 MIXED = Tree((-1, -1, 0, 1, 0, 4, 5), (2 * BLOCK_SIZE, 70, 0, 300, 130, 0, 200), 8)
 PACKED = Documents((0, *accumulate((3, 0, 2 * BLOCK_SIZE, 129, 1))), CPU)
-WALKS = [ANSWERS.documents, PACKED]  # each document directly behind what it continues
+# Whole blocks, and one token more.
+WHOLE, LONGER = (Documents((0, 3 * BLOCK_SIZE + more), CPU) for more in (0, 1))
+# each document directly behind what it continues
+WALKS = [ANSWERS.documents, PACKED, WHOLE, LONGER]
 
 
 def seen_by_definition(documents: Documents) -> torch.Tensor:
