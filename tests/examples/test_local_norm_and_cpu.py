@@ -1,9 +1,14 @@
 """TorchRMSNorm is the formula; running Megatron on the CPU leaves everybody else's
 torch alone."""
 
+from inspect import signature
+
 import pytest
 import torch
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from torch import nn
 
+from megatron_gdn.compat.torch_linear import DuplicatedLinear
 from megatron_gdn.compat.torch_norm import TorchRMSNorm
 from tests.parallel import make_config
 from tests.processes import imported_python
@@ -48,6 +53,29 @@ def test_the_weight_is_marked_for_sequence_parallel_gradient_sums():
     for wanted in (False, True):
         config = make_config(tensor_model_parallel_size=2, sequence_parallel=wanted)
         assert TorchRMSNorm(config, 8).weight.sequence_parallel is wanted
+
+
+def test_it_has_the_epsilon_of_megatrons_norms():
+    config = make_config()
+    eps = signature(WrappedTorchNorm.__new__).parameters["eps"].default
+    assert TorchRMSNorm(config, 8).eps == eps == config.layernorm_epsilon
+
+
+@pytest.mark.parametrize("has_gpu", [False, True])
+@pytest.mark.parametrize("on_cpu", [False, True])
+def test_parameters_are_on_the_cpu_on_request_and_where_there_is_no_gpu(
+    monkeypatch, has_gpu, on_cpu
+):
+    """The device ``meta`` is the GPU here."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: "meta")
+    config = make_config(use_cpu_initialization=on_cpu)
+    made = {"parallel_mode": "duplicated", "init_method": nn.init.zeros_}
+    devices = {
+        TorchRMSNorm(config, 8).weight.device.type,
+        DuplicatedLinear(8, 8, config=config, **made).weight.device.type,
+    }
+    assert devices == {"meta" if has_gpu and not on_cpu else "cpu"}
 
 
 def test_another_normalization_is_refused():

@@ -1,7 +1,11 @@
 """What a layer is beside its mathematics, the same for each mixer of the package."""
 
 import copy
+import gc
+import weakref
 from inspect import signature
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -11,6 +15,7 @@ from megatron.core.ssm.mamba_mixer import MambaMixer
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
 from megatron_gdn import (
+    Documents,
     GatedDeltaNet,
     GatedDeltaNet2,
     GatedDeltaProduct,
@@ -252,6 +257,59 @@ def test_a_mixer_has_the_biases_that_are_asked_for(kind, asked):
     names = dict(whole(kind, **options).named_parameters())
     assert ("in_proj.bias" in names) is (asked and kind != "mamba2")
     assert ("conv1d.bias" in names or "conv1d_bias" in names) is asked
+
+
+@each_mixer
+def test_a_part_that_is_moved_is_returned(kind):
+    """As torch's ``to`` and ``float`` return it."""
+    assert all(part.float() is part for part in whole(kind).modules())
+
+
+@each_mixer
+@pytest.mark.parametrize("rank", [0, 1])
+def test_shards_of_a_checkpoint_are_of_the_group_that_is_given(kind, rank):
+    """Not of the layer's own, which has one rank. The linears have their own groups."""
+    layer = whole(kind)
+    group = SimpleNamespace(size=lambda: 2, rank=lambda: rank)
+    metadata = {"dp_cp_group": layer.tp_group}
+    entries = layer.sharded_state_dict("", (), metadata, tp_group=group)
+    shards = [entries[name] for name in layer._keep_in_float32_parameter_names]
+    (weight,) = entries.keys() & {"conv1d.weight", "conv1d_weight"}
+    shards += entries[weight].build()
+    for shard in shards:
+        rows = shard.local_shape[0]
+        place = shard.global_shape[0], shard.global_offset[0]
+        assert place == (2 * rows, rank * rows), shard.key
+
+
+@each_mixer
+def test_a_layer_keeps_the_latest_32_micro_batches(kind):
+    """A run whose documents always differ holds no more of their tables."""
+    planner = whole(kind).micro_batches
+    rows = torch.zeros(9, 1, planner._layout.width)
+    seen = []
+    for first in range(40):
+        documents = Documents((0, 1 + first % 8, 9), rows.device)
+        planner.of(None, rows, documents=documents)
+        seen.append(weakref.ref(documents))
+    del documents
+    gc.collect()
+    assert [x() is not None for x in seen] == [False] * 8 + [True] * 32
+
+
+@each_mixer
+def test_a_layer_keeps_its_own_scheme_and_those_of_the_latest_groups(kind):
+    """And no micro-batch that would keep the others in memory."""
+    planner = whole(kind).micro_batches
+    rows = torch.zeros(9, 1, planner._layout.width)
+    own = planner.of(None, rows).scheme
+    seen = []
+    for _group in range(20):
+        group = Mock(size=lambda: 1, rank=lambda: 0)
+        seen.append(weakref.ref(planner.of(None, rows, group=group).scheme))
+    gc.collect()
+    assert [x() is not None for x in seen] == [False] * 5 + [True] * 15
+    assert planner.of(None, rows).scheme is own
 
 
 @each_mixer

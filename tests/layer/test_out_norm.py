@@ -5,12 +5,13 @@ from types import MethodType
 
 import pytest
 import torch
+import torch.distributed as dist
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from torch import nn
 
 from megatron_gdn.compat.torch_norm import TorchRMSNorm
 from megatron_gdn.mixers.hooks import only_waits_for_parameters
-from megatron_gdn.mixers.out_norm import is_plain_norm
+from megatron_gdn.mixers.out_norm import gradients_summed, is_plain_norm
 from tests.distributed.layer_laws import NormInside, build_layer, randomise_
 from tests.parallel import assert_close, make_config
 
@@ -92,6 +93,17 @@ def test_a_class_whose_forward_was_replaced_is_called(monkeypatch):
     expected = 2 * plain(x, None)[0]
     monkeypatch.setattr(nn.RMSNorm, "forward", lambda self, x: 2 * forward(self, x))
     assert_close("output", layer(x, None)[0], expected, 1e-6)
+
+
+@pytest.mark.parametrize("why", ["one rank", "no gradient"])
+def test_a_norm_may_change_its_parameters_where_no_gradient_is_summed(why):
+    """As torch's ``fully_shard`` of a norm alone does."""
+    norm = TorchRMSNorm(make_config(), 8)
+    new = nn.Parameter(torch.zeros(8))
+    group = None if why == "one rank" else dist.group.WORLD
+    with torch.set_grad_enabled(why == "one rank"), gradients_summed(norm, group):
+        norm.weight = new
+    assert norm.weight is new
 
 
 def test_hooks_get_what_the_norm_gets_and_its_gradient():
