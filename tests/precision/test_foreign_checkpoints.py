@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_gdn.compat import observe
 from megatron_gdn.compat.checkpoints import (
+    _rows_of_section,
     explain_bucket_size_error,
     explain_file_size_error,
     load_sections_from_whole_tensor,
@@ -317,8 +318,9 @@ def test_an_error_about_sizes_tells_the_way_out(explain, error, way_out):
 def test_sections_of_upstreams_tensor_come_where_the_layer_has_its_own(
     tmp_path, device
 ):
-    """``device`` None: a section without data, as in a state dict of places alone."""
-    whole = torch.arange(12.0).view(6, 2)
+    """``device`` None: a section without data, as in a state dict of places alone. A
+    section has every bit of the file's dtype."""
+    whole = torch.arange(12.0, dtype=torch.float64).view(6, 2) / 7
     dcp.save({"whole": whole}, checkpoint_id=tmp_path, no_dist=True)
 
     def build(key):
@@ -338,6 +340,27 @@ def test_sections_of_upstreams_tensor_come_where_the_layer_has_its_own(
     assert {x.device.type for x in loaded.values()} == {device or "cpu"}
     if device != "meta":
         assert torch.equal(torch.cat(list(loaded.values())), whole)
+
+
+@pytest.mark.parametrize(
+    "rows, shards",
+    [(15, [3] * 5), (12, [3, 9]), (12, [4] * 3)],
+    ids=["another size", "unequal shards", "more shards than divide a section"],
+)
+def test_rows_of_upstreams_tensor_that_are_not_the_sections_are_refused(rows, shards):
+    """Sections of 8 and 4 rows; each of upstream's shards has its part of both."""
+    parts = {"first": torch.zeros(8, 2), "last": torch.zeros(4, 2)}
+
+    def build(key):
+        return [
+            ShardedTensor.from_rank_offsets(f"{key}.{name}", part)
+            for name, part in parts.items()
+        ]
+
+    section = register_sections_of_upstream(build)("whole")[0]
+    chunks = [SimpleNamespace(sizes=(n, 2)) for n in shards]
+    with pytest.raises(ValueError, match="Build the layer with the checkpoint's sizes"):
+        _rows_of_section(section, torch.zeros(rows, 2), SimpleNamespace(chunks=chunks))
 
 
 @pytest.mark.parametrize(

@@ -325,7 +325,8 @@ def test_what_was_found_is_logged(fresh, caplog):
 
 
 def test_the_report_of_leaks_does_not_depend_on_dropout():
-    """A module in training is measured in evaluation, and is in training afterwards."""
+    """A module in training is measured in evaluation, and is in training afterwards; it
+    gets one row."""
 
     class WithDropout(torch.nn.Module):
         hidden_size = 8
@@ -334,7 +335,8 @@ def test_the_report_of_leaks_does_not_depend_on_dropout():
             super().__init__()
             self.linear, self.dropout = torch.nn.Linear(8, 8), torch.nn.Dropout(0.5)
 
-        def forward(self, hidden_states, **_):
+        def forward(self, hidden_states, position_ids):
+            assert hidden_states.shape[:2] == position_ids.shape == (1, 5 + 7 + 4)
             return self.dropout(self.linear(hidden_states))
 
     module = WithDropout().train()

@@ -171,6 +171,12 @@ def test_a_copy_owns_its_gates(patched, family):
 
 
 @pytest.mark.parametrize("family", [DENSE, KIMI])
+def test_a_part_that_is_moved_is_returned(patched, family):
+    """As torch's ``to`` and ``float`` return it."""
+    assert all(part.float() is part for part in patched(family).modules())
+
+
+@pytest.mark.parametrize("family", [DENSE, KIMI])
 @torch.no_grad()
 def test_16_bit_values_that_are_assigned_become_fp32(fresh, family):
     model = fresh(family)

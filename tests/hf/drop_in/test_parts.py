@@ -1,5 +1,6 @@
 """Parts of a drop-in by themselves, with stand-ins around them."""
 
+import inspect
 import sys
 from functools import partial, wraps
 from types import SimpleNamespace
@@ -8,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_gdn.hf import plain_functions_on_cpu
+from megatron_gdn.hf import packing_reach, plain_functions_on_cpu
 from megatron_gdn.hf.drop_in.families import (
     _KERNEL_FUNCTION_NAMES,
     _call_by_device,
@@ -90,3 +91,19 @@ def test_kernels_that_transformers_chose_are_left_to_other_devices(
         monkeypatch.setattr(modeling, name, other)
         plain_functions_on_cpu(model)
         assert getattr(modeling, name) is other
+
+
+def test_leaks_are_measured_on_a_cpu_whatever_kernels_transformers_chose(
+    fresh, monkeypatch
+):
+    mixer = mixer_of(fresh(DENSE))
+    modeling = sys.modules[transformers_class(mixer).__module__]
+    refused = []
+    for name in _KERNEL_FUNCTION_NAMES:
+        chosen = getattr(modeling, name, None)
+        if chosen is not None:
+            plain = inspect.unwrap(chosen)
+            kernel = wraps(plain)(lambda *_, name=name, **__: refused.append(name))
+            monkeypatch.setattr(modeling, name, kernel)
+    packing_reach(mixer)
+    assert refused == []
