@@ -287,6 +287,7 @@ LAWS = {
     ),
     "half": lambda _: run_half(2, 4096, 64, 64, 4096),
     "exchange": lambda x: run_exchange(x, 2**15, 129, TWO_COPIES),
+    "exchange of many rows": lambda x: run_exchange(x, 2**19, 129, TWO_COPIES),
     "additions": lambda x: run_additions(x, 2**26 + 1, 32, 2**21, 1, 2048),
     "additions to many batch rows": lambda x: run_additions(x, 4, 2, 2**16, 40_000, 16),
     "additions to wide rows": lambda x: run_additions(x, 4, 2, 4, 40_000, 16, 2**16),

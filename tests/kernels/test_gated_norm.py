@@ -63,6 +63,15 @@ def test_output_and_every_gradient_equal_the_twin(case, options, tile):
     assert_twins(*readouts(case, **options), *tensors, tile=tile)
 
 
+def test_a_gradient_whose_columns_lie_apart_is_read_where_it_is(device):
+    case = Case(device, S=5, B=2)
+    sizes = case.sizes
+    o = case._normal(2, 5, sizes.value_heads, sizes.value_dim)
+    d_out = case._normal(5, 2, sizes.value_heads * sizes.value_dim, 2)[..., 0]
+    assert d_out.stride(2) == 2
+    assert_twins(*readouts(case), o, case.proj, case.gamma, d_out)
+
+
 @pytest.mark.parametrize("activation", ["silu", "sigmoid"])
 @pytest.mark.parametrize(
     ("S", "B", "sizes"), [(9, 2, (4, 2, 6, 4)), (5, 1, (3, 1, 7, 4))]

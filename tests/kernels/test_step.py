@@ -253,3 +253,12 @@ def test_prefill_and_steps_have_the_bits_of_training(kind, device):
     assert torch.equal(mixed, whole[61:])
     assert torch.equal(steps.state[:, 2], steps.state[:, 0])
     assert not torch.equal(steps.state[:, 2], steps.state[:, 3])
+
+
+@pytest.mark.parametrize("size", [1, 4096, 4097])
+def test_every_element_of_a_slot_is_written(size, device):
+    """Slots of one program and of more."""
+    values = torch.arange(1.0, 2 * size + 1, device=device).view(2, size)
+    buffer = torch.zeros(3, size, device=device)
+    write_slots_on_gpu(buffer, torch.tensor([2, 0], device=device), values)
+    assert torch.equal(buffer[[2, 0]], values) and not buffer[1].any()
