@@ -200,9 +200,10 @@ def run_half(B, S, G, H, V):
     half_kernels.lower_powers(half, up, tensor(B, H, 128, V, dtype=FP32), G, 0)
 
 
-def run_exchange(simulation, s, B, shares):
-    """All copies of a head exchange of the last rank but one."""
-    rank = shares.rank_count - 2
+def run_exchange(simulation, s, B, shares, rank=None):
+    """All copies of a head exchange of ``rank``; None: of the last but one."""
+    if rank is None:
+        rank = shares.rank_count - 2
     S = s * shares.rank_count
     whole = tensor(s, B, shares.width)
     full = tensor(S, B, shares.rank_width)
@@ -287,7 +288,7 @@ LAWS = {
     ),
     "half": lambda _: run_half(2, 4096, 64, 64, 4096),
     "exchange": lambda x: run_exchange(x, 2**15, 129, TWO_COPIES),
-    "exchange of many rows": lambda x: run_exchange(x, 2**19, 129, TWO_COPIES),
+    "exchange of many rows": lambda x: run_exchange(x, 2**19, 129, TWO_COPIES, 3),
     "additions": lambda x: run_additions(x, 2**26 + 1, 32, 2**21, 1, 2048),
     "additions to many batch rows": lambda x: run_additions(x, 4, 2, 2**16, 40_000, 16),
     "additions to wide rows": lambda x: run_additions(x, 4, 2, 4, 40_000, 16, 2**16),
