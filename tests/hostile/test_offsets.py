@@ -286,7 +286,7 @@ LAWS = {
     "chains, composed": lambda x: run_chains(
         x, 70_000, 2**20, 3, 128, 128, composed=True
     ),
-    "half": lambda _: run_half(2, 4096, 64, 64, 4096),
+    "half": lambda _: run_half(3, 4096, 64, 64, 4096),
     "exchange": lambda x: run_exchange(x, 2**15, 129, TWO_COPIES),
     "exchange of many rows": lambda x: run_exchange(x, 2**19, 129, TWO_COPIES, 3),
     "additions": lambda x: run_additions(x, 2**26 + 1, 32, 2**21, 1, 2048),
