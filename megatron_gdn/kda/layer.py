@@ -343,7 +343,7 @@ class KimiDeltaAttention(RecurrentMixer):
             "query, key and value of in_proj": layout.conv_width,
             "the input of out_proj": layout.mixed_width,
         }
-        # The output gate is as wide as the input of out_proj.
+        # Output gates in in_proj need no entry: they are as wide as out_proj's input.
         if self.dims.output_rank:
             # the whole weight, which is on every rank
             widths["g_a_proj (output_rank)"] = self.dims.output_rank

@@ -391,37 +391,38 @@ def class_with_tree_attention(theirs: type) -> type:
             which gets the same arguments."""
             kwargs["packed_seq_params"] = packed_seq_params
             if not _is_tree(packed_seq_params):
-                _require_zigzag(
+                _refuse_other_cuts(
                     query, packed_seq_params, self._own_cp_group, self.loader_layout
                 )
                 return super().forward(query, *args, **kwargs)
             if not self._tree_attention:
-                self._tree_attention = [self._make_tree_attention()]
-            tree_attention = self._tree_attention[0]
-            # what is set in the model does not reach the hidden module
-            tree_attention.train(self.training)
-            tree_attention.loader_layout = self.loader_layout
+                tree_attention = self._make_tree_attention()
+                # one object, so that a later ``cp_layout`` counts in both
+                tree_attention.loader_layout = self.loader_layout
+                self._tree_attention = [tree_attention]
+            # `train()` of the model does not reach the hidden module
+            tree_attention = self._tree_attention[0].train(self.training)
             return tree_attention(query, *args, **kwargs)
 
     return WithTreeAttention
 
 
-def _require_zigzag(
+def _refuse_other_cuts(
     query: Tensor,
     packed: PackedSeqParams | None,
     own_group: ProcessGroup,
     loader_layout: LoaderLayout,
 ) -> None:
-    """Raise a ValueError unless this rank's tokens are cut in zigzag, as Transformer
+    """Raise a ValueError unless this rank's tokens are cut as in zigzag, as Transformer
     Engine's attention takes them.
 
     ``query`` is ``[s, ...]``. ``own_group`` is the attention layer's context-parallel
-    group. One document in `zigzag_buffer` is cut as in zigzag.
+    group. The layout "zigzag_buffer" cuts a single document as zigzag does.
     """
     group = context_parallel_group_of(packed, own_group)
     if group is None or group.size() == 1:
         return
-    # mostly so; documents are not asked for, since the host would wait for a GPU
+    # The usual case ends here, before the host would wait for a GPU's boundaries.
     if loader_layout.of(packed) is SequenceLayout.ZIGZAG:
         return
     share = MicroBatchShare.of(

@@ -12,6 +12,7 @@ import pytest
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.spec_utils import build_module
 from torch import nn
@@ -30,7 +31,7 @@ from tests.distributed.layer_laws import (
     thd,
 )
 from tests.distributed.mixer_laws import Mixers, parallel_equals_one_rank
-from tests.other_defaults import forget_tables, other_defaults
+from tests.other_defaults import by_both_defaults
 from tests.parallel import (
     alone,
     assert_close,
@@ -272,7 +273,6 @@ def test_no_bit_of_it_follows_torchs_defaults(cp, layout):
     key, value = torch.randn(2, 7, 1, 2, HEAD_SIZE)
 
     def results() -> list[dict[str, torch.Tensor]]:
-        forget_tables()
         masked = partial(layer, attention_mask=causal.clone()[None, None])
         made = [forward_backward(layer, x, run=lambda x, *_, **__: masked(x))]
         made += [forward_backward(layer, x, packed) for packed in batches]
@@ -281,10 +281,7 @@ def test_no_bit_of_it_follows_torchs_defaults(cp, layout):
             made.append({"last tokens": last})
         return made
 
-    usual = results()
-    with other_defaults():
-        elsewhere = results()
-    for found, expected in zip(elsewhere, usual, strict=True):
+    for found, expected in zip(*by_both_defaults(results), strict=True):
         require_same_bits(found, expected)
 
 
@@ -347,9 +344,17 @@ def core_in_zigzag(cp: int, cp_layout: str) -> nn.Module:
     )
 
 
-def local_qkv(tokens: int) -> list[torch.Tensor]:
+def local_qkv(batch: tuple[int, ...] = ()) -> list[torch.Tensor]:
+    """Of 24 tokens of this rank, ``[24, *batch, heads, D]``."""
     torch.manual_seed(5)
-    return [torch.randn(tokens, heads, HEAD_SIZE) for heads in (HEADS, 2, 2)]
+    return [torch.randn(24, *batch, heads, HEAD_SIZE) for heads in (HEADS, 2, 2)]
+
+
+def local_batch(lengths: tuple[int, ...] | None) -> tuple[list, PackedSeqParams | None]:
+    """Queries, keys and values of packed documents, or of a batch of one row."""
+    if lengths is None:
+        return local_qkv((1,)), None
+    return local_qkv(), thd(lengths)
 
 
 OTHER_CUTS = [
@@ -363,10 +368,7 @@ OTHER_CUTS = [
 @pytest.mark.parametrize(("layout", "lengths"), OTHER_CUTS, ids=str)
 @on_ranks(cp=2)
 def test_a_core_in_zigzag_refuses_another_cut(layout, lengths):
-    packed = None if lengths is None else thd(lengths)
-    qkv = local_qkv(24)
-    if packed is None:
-        qkv = [x[:, None] for x in qkv]
+    qkv, packed = local_batch(lengths)
     core = core_in_zigzag(2, "zigzag")
     core(*qkv, None, packed_seq_params=packed)
     core.cp_layout = layout  # as set in a model that is built
@@ -384,10 +386,7 @@ def test_a_core_in_zigzag_refuses_another_cut(layout, lengths):
 )
 @on_ranks(cp=2)
 def test_a_core_in_zigzag_takes_what_is_cut_as_in_zigzag(layout, lengths):
-    packed = None if lengths is None else thd(lengths)
-    qkv = local_qkv(24)
-    if packed is None:
-        qkv = [x[:, None] for x in qkv]
+    qkv, packed = local_batch(lengths)
     config = attention_config(context_parallel_size=2)
     expected = build_core(config, groups_of_megatron(), layout)
     assert torch.equal(
@@ -404,7 +403,7 @@ def test_a_core_in_zigzag_refuses_nothing_that_is_not_cut():
     packed = thd((8, 16))
     packed.cp_group = group_of_one()
     packed.local_cp_size = 1
-    qkv = local_qkv(24)
+    qkv = local_qkv()
     alone_on_rank = build_core(attention_config(), alone(), "contiguous")
     assert torch.equal(
         core(*qkv, None, packed_seq_params=packed),
