@@ -1,6 +1,7 @@
 """Other defaults of torch, which no result may follow."""
 
 import sys
+from collections.abc import Callable
 from contextlib import contextmanager
 
 import torch
@@ -16,6 +17,15 @@ def other_defaults():
             yield
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+def by_both_defaults[Made](make: Callable[[], Made]) -> tuple[Made, Made]:
+    """What ``make()`` gives under the other defaults, and under the usual ones."""
+    forget_tables()
+    usual = make()
+    forget_tables()
+    with other_defaults():
+        return make(), usual
 
 
 def forget_tables():

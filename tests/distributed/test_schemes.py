@@ -28,7 +28,7 @@ from tests.distributed.layer_laws import (
     require_same_bits,
     thd,
 )
-from tests.other_defaults import other_defaults
+from tests.other_defaults import by_both_defaults
 from tests.parallel import groups_of_megatron, make_config
 from tests.ranks import on_ranks
 
@@ -90,10 +90,7 @@ def test_no_bit_follows_torchs_defaults(cp, linear_cp_mode, layout):
         made.append({str(number): x for number, x in enumerate(tensors)})
         return made
 
-    usual = results()
-    with other_defaults():
-        elsewhere = results()
-    for found, expected in zip(elsewhere, usual, strict=True):
+    for found, expected in zip(*by_both_defaults(results), strict=True):
         require_same_bits(found, expected)
 
 

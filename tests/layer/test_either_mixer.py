@@ -310,13 +310,3 @@ def test_a_layer_keeps_its_own_scheme_and_those_of_the_latest_groups(kind):
     gc.collect()
     assert [x() is not None for x in seen] == [False] * 5 + [True] * 15
     assert planner.of(None, rows).scheme is own
-
-
-@each_mixer
-def test_without_initialisation_no_method_of_the_config_is_called(kind):
-    def method(weight):
-        raise AssertionError("a checkpoint is loaded next")
-
-    methods = {"init_method": method, "output_layer_init_method": method}
-    layer = whole(kind, {"perform_initialization": False, **methods})
-    assert layer.config.init_method is method

@@ -17,7 +17,7 @@ from megatron_gdn.mixers.flex_attention import BLOCK_SIZE, DocumentMask, attend
 from megatron_gdn.mixers.packing import resolve_packed_seq_params
 from megatron_gdn.ops.documents import Documents
 from tests.distributed.layer_laws import thd
-from tests.other_defaults import forget_tables, other_defaults
+from tests.other_defaults import by_both_defaults
 from tests.parallel import alone, assert_close, make_config
 from tests.trees import Tree, random_tree
 
@@ -80,11 +80,7 @@ def test_no_number_of_a_mask_follows_torchs_defaults(documents):
         *of_tokens, tables = DocumentMask.of(documents, place)
         return [*of_tokens, *(x for x in tables if x is not None)]
 
-    usual = numbers()
-    forget_tables()
-    with other_defaults():
-        elsewhere = numbers()
-    for found, expected in zip(elsewhere, usual, strict=True):
+    for found, expected in zip(*by_both_defaults(numbers), strict=True):
         assert found.dtype == expected.dtype and torch.equal(found, expected)
 
 
