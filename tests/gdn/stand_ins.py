@@ -58,7 +58,11 @@ def computed(x, chunks):
 
 class FlashQlaStandIn:
     """The kernels by the plain rule over their sequences; ``cut``: what the cost model
-    answers."""
+    answers.
+
+    They take the arguments that the functions of flash-qla 0.1.3 have, no others, and
+    give nothing that was not asked for.
+    """
 
     def __init__(self, cut=None) -> None:
         self.cut, self.passes = cut, Counter()
@@ -89,6 +93,7 @@ class FlashQlaStandIn:
         assert threshold in (-10, -20)
         from_zero = threshold == -10
         assert ht_mask_fwd.any() == ht_mask_bwd.any() == from_zero
+        self.passes["maps from zero" if from_zero else "maps"] += 1
         every = chunks_of(cu_seqlens, g.shape[-1])
         ragged = cu_seqlens.diff()[:, None] % CHUNK > 0
         short = every if from_zero else torch.where(ragged, 1, every)
@@ -106,11 +111,14 @@ class FlashQlaStandIn:
         g,
         b,
         initial_state=None,
-        num_warmup_chunks=None,
+        output_final_state=True,
+        output_h=True,
         cu_seqlens=None,
-        **_,
+        num_warmup_chunks=None,
     ):
         require_dense(initial_state)
+        assert output_h == (num_warmup_chunks is None)
+        assert output_final_state != output_h
         oracle = oracle_of(k, v, b, g, cu_seqlens)
         if num_warmup_chunks is None:
             self.passes["states alone"] += 1
@@ -124,6 +132,7 @@ class FlashQlaStandIn:
 
     def correct_initial_states(self, raw_h0, local, through, passes, first):
         assert raw_h0 is None
+        self.passes["composed states"] += 1
         local, through = local.float(), through.float()
         out = torch.zeros_like(local)
         for start, end in pairwise(first.tolist()):
@@ -133,6 +142,7 @@ class FlashQlaStandIn:
 
     def correct_terminal_states(self, raw_dht, local, through, passes, first):
         require_dense(raw_dht)
+        self.passes["composed gradients"] += 1
         local, through = local.float(), through.float()
         out = torch.zeros_like(local)
         for n, (start, end) in enumerate(pairwise(first.tolist())):
@@ -151,23 +161,25 @@ class FlashQlaStandIn:
         a,
         g,
         b,
-        cp_seq_map,
-        raw_cu_seqlens,
+        scale,
         initial_state=None,
-        output_final_state=False,
-        cu_seqlens=None,
+        output_final_state=True,
         output_h=False,
-        **_,
+        cu_seqlens=None,
+        cp_seq_map=None,
+        raw_cu_seqlens=None,
     ):
         require_dense(initial_state)
+        assert scale == k.shape[-1] ** -0.5
         o, leaving = oracle_of(k, v, b, g, cu_seqlens, q).forward(initial_state)
+        h = None
         if output_h:  # as fused_gdr_h gives them to the stand-in of the backward
             self.passes["states by the forward"] += 1
-            return o, Entered(initial_state), None
+            h = Entered(initial_state)
         if not output_final_state:
-            return o, None, None
+            return o, h, None
         if cp_seq_map is None:  # batch rows
-            return o, None, leaving.float()
+            return o, h, leaving.float()
         # The last part of a sequence writes the state that leaves the sequence.
         last = leaving.new_full(
             (len(raw_cu_seqlens) - 1, *leaving.shape[1:]), float("nan")
@@ -179,14 +191,18 @@ class FlashQlaStandIn:
                 == raw_cu_seqlens[owner + 1]
             ):
                 last[owner] = leaving[segment]
-        return o, None, last.float()
+        return o, h, last.float()
 
-    def fused_gdr_dh(self, q, k, a, g, b, do, cu_seqlens, num_warmup_chunks, **_):
+    def fused_gdr_dh(
+        self, q, k, a, g, b, do, output_dh, scale, cu_seqlens, num_warmup_chunks
+    ):
+        assert not output_dh and scale == k.shape[-1] ** -0.5
         oracle = oracle_of(k, torch.zeros_like(do), b, g, cu_seqlens, q)
         return None, computed(oracle.backward(do)[1].float(), num_warmup_chunks)
 
-    def fused_gdr_bwd(self, q, k, v, a, g, b, do, dht, h, cu_seqlens=None, **_):
+    def fused_gdr_bwd(self, q, k, v, a, g, b, do, dht, h, scale, cu_seqlens=None):
         require_dense(dht, h.state)
+        assert scale == k.shape[-1] ** -0.5
         grads, d_initial = oracle_of(k, v, b, g, cu_seqlens, q).backward(
             do, h.state, dht
         )

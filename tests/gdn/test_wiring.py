@@ -217,7 +217,24 @@ def test_a_second_run_of_documents_gives_what_the_backward_needs(rule):
     # On the grid the forward is uncut: the states of the backward's segments are another
     # pass.
     by = "states alone" if rule.bits is Bits.ON_GRID else "states by the forward"
-    assert flash_qla.kernels().passes == {by: 4}
+    passes = flash_qla.kernels().passes
+    assert {name: passes[name] for name in passes if name.startswith("states")} == {
+        by: 4
+    }
+
+
+@of({name: KINDS[name] for name in ("cut", "invariant")})
+def test_flash_qla_itself_composes_what_begins_with_zero_states(rule):
+    """It then counts shorter memories and leaves out maps that nobody reads."""
+    inputs, d_o = random_inputs(sum(LENGTHS))
+    documents = states.documents_of(LENGTHS)
+    initial, _ = random_states(len(LENGTHS))
+    composed = {"maps from zero": 1, "composed states": 1, "composed gradients": 1}
+    for start, maps in ((None, composed), (initial, {"maps": 1})):
+        flash_qla.kernels().passes.clear()
+        _, _, saved = rule.begin(inputs, documents).run(start)
+        states.backward_of(rule, inputs, d_o, saved, documents).run(start)
+        assert flash_qla.kernels().passes == {**maps, "states alone": 1}
 
 
 @of_rows

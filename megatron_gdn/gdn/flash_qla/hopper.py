@@ -97,21 +97,19 @@ class HopperKernels:
             chunks,
         )
 
-    def _chunk_states(
-        self, is_needed: bool, k: Tensor, v: Tensor, chunks: int
-    ) -> Tensor:
-        """If ``is_needed``, memory ``[B, chunks, H, K, V]`` for the states before every
-        chunk, else a tensor without elements."""
+    def _chunk_states(self, k: Tensor, v: Tensor, chunks: int) -> Tensor:
+        """Memory ``[B, chunks, H, K, V]`` for the states before every chunk; for 0
+        chunks a tensor without elements."""
         B, _, _, K = k.shape
         H, V = v.shape[2:]
-        if is_needed:
+        if chunks:
             return k.new_empty(B, chunks, H, K, V)
         return self._unread_tensor((B, 0, H, K, V), k.dtype, k.device)
 
     def chunk_local_cumsum(
         self,
         g: Tensor,
-        cu_seqlens: Tensor | None = None,
+        cu_seqlens: Tensor | None,
         reverse: bool = False,
         zero_last_chunk: bool = False,
     ) -> Tensor:
@@ -152,9 +150,7 @@ class HopperKernels:
             )
         return out
 
-    def kkt_solve(
-        self, k: Tensor, b: Tensor, cu_seqlens: Tensor | None = None
-    ) -> Tensor:
+    def kkt_solve(self, k: Tensor, b: Tensor, cu_seqlens: Tensor | None) -> Tensor:
         """The inverse A ``[B, S, H, 64]`` of every chunk's triangular system."""
         B, S, G, K = k.shape
         H = b.shape[2]
@@ -242,10 +238,11 @@ class HopperKernels:
         a: Tensor,
         g: Tensor,
         b: Tensor,
+        *,
+        output_final_state: bool,
+        output_h: bool,
+        cu_seqlens: Tensor | None,
         initial_state: Tensor | None = None,
-        output_final_state: bool = True,
-        output_h: bool = True,
-        cu_seqlens: Tensor | None = None,
         num_warmup_chunks: Tensor | None = None,
         final_dtype: torch.dtype | None = None,
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -265,9 +262,9 @@ class HopperKernels:
         if final_dtype is None:  # as in FlashQLA's own function
             final_dtype = k.dtype if has_warmup else _F32
         warmup_chunks = num_warmup_chunks
-        if not has_warmup and cu_seqlens is not None:
+        if warmup_chunks is None:
             warmup_chunks = self._unread_tensor((N, H), boundaries.dtype, k.device)
-        h = self._chunk_states(output_h, k, v, chunks)
+        h = self._chunk_states(k, v, chunks if output_h else 0)
         final = None
         if output_final_state:
             final = k.new_empty(N, H, K, V, dtype=final_dtype)
@@ -384,12 +381,12 @@ class HopperKernels:
         g: Tensor,
         b: Tensor,
         scale: float,
-        initial_state: Tensor | None = None,
-        output_final_state: bool = True,
-        cu_seqlens: Tensor | None = None,
-        cp_seq_map: Tensor | None = None,
-        raw_cu_seqlens: Tensor | None = None,
-        output_h: bool = False,
+        initial_state: Tensor | None,
+        output_final_state: bool,
+        cu_seqlens: Tensor | None,
+        cp_seq_map: Tensor | None,
+        raw_cu_seqlens: Tensor | None,
+        output_h: bool,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """The output, the states before every chunk if ``output_h`` and the final
         states if ``output_final_state``; else None.
@@ -409,18 +406,18 @@ class HopperKernels:
             owner = self._unread_tensor((P,), boundaries.dtype, k.device)
         else:
             owner = cp_seq_map
-        final = None
         if output_final_state or initial_state is None:
             final = k.new_empty(N, H, K, V, dtype=_F32)
-        initial = initial_state
-        if initial is None:
+        else:
+            # The kernel writes no final states; any tensor of this shape will do.
+            final = initial_state[:N]
+        if initial_state is not None:
+            initial = initial_state
+        elif N == P:
             # The kernel reads no initial states; any tensor of this shape will do.
-            if final is not None and N == P:
-                initial = final
-            else:
-                initial = k.new_empty(P, H, K, V, dtype=_F32)
-        # Without ``output_final_state`` the kernel does not write final states.
-        to_final = initial[:N] if final is None else final
+            initial = final
+        else:
+            initial = k.new_empty(P, H, K, V, dtype=_F32)
         # As in FlashQLA: if too few programs would run, each program gets fewer value
         # columns, so that more programs run.
         programs = P * H
@@ -463,7 +460,7 @@ class HopperKernels:
             _STATE_V_FIRST,
             block_DV,
         )
-        h = self._chunk_states(output_h, k, v, chunks)
+        h = self._chunk_states(k, v, chunks if output_h else 0)
         run(
             q,
             k,
@@ -478,7 +475,7 @@ class HopperKernels:
             sequences,
             o,
             h,
-            to_final,
+            final,
         )
         return o, h if output_h else None, final if output_final_state else None
 
@@ -493,7 +490,7 @@ class HopperKernels:
         scale: float,
         cu_seqlens: Tensor,
         num_warmup_chunks: Tensor,
-        output_dh: bool = False,
+        output_dh: bool,
     ) -> tuple[None, Tensor]:
         """None, and the gradients ``[P, H, K, V]`` of states that enter segments, with
         zero gradients of the states that leave segments; ``output_dh`` must be
@@ -531,7 +528,7 @@ class HopperKernels:
             _STATE_V_FIRST,
         )
         d_states_in = k.new_empty(P, H, K, V, dtype=_F32)
-        d_states_at_chunks = self._chunk_states(output_dh, k, do, chunks=0)
+        d_states_at_chunks = self._chunk_states(k, do, 0)
         # ``d_states_in`` is also passed where the kernel takes the gradients of final
         # states. The kernel does not read that argument, since ``use_dht`` is False.
         run(
@@ -562,8 +559,8 @@ class HopperKernels:
         dht: Tensor | None,
         h: Tensor,
         scale: float,
-        cu_seqlens: Tensor | None = None,
-        overwrite_dht: bool = False,
+        cu_seqlens: Tensor | None,
+        overwrite_dht: bool,
     ) -> tuple[Tensor, ...]:
         """The gradients of q, k, v, g and b, and of the states that enter segments or
         uncut sequences. dq and dk have H heads.
@@ -584,7 +581,7 @@ class HopperKernels:
         if overwrite_dht and dht is not None:
             dh0 = dht
         else:
-            dh0 = k.new_empty(N, H, K, V, dtype=_F32 if dht is None else dht.dtype)
+            dh0 = k.new_empty(N, H, K, V, dtype=_F32)
         is_varlen = cu_seqlens is not None
         use_dht = dht is not None
         run = self._kernel(

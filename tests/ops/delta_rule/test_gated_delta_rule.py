@@ -1,6 +1,8 @@
 """The chunk rule against the token recurrence in fp64, the laws both obey, and extreme
 inputs."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -173,6 +175,31 @@ def test_autocast_does_not_round_the_chunk_rule():
             torch_chunk_gated_delta_rule, inputs, l2norm=False
         )
     assert all(torch.equal(actual[name], expected[name]) for name in NAMES)
+
+
+@pytest.mark.parametrize(
+    ("backend", "function"),
+    [
+        ("recurrent", recurrent_gated_delta_rule),
+        ("reference", partial(torch_chunk_gated_delta_rule, chunk_size=32)),
+    ],
+    ids=["recurrent", "reference"],
+)
+@pytest.mark.parametrize("option", ["scale", "l2norm", "states", "rows"])
+def test_a_backend_is_the_function_of_its_name(backend, function, option):
+    """With every argument, of sizes that all differ."""
+    B, sequences, cu_seqlens = (3, 3, None) if option == "rows" else (1, 2, [0, 40, 90])
+    *inputs, state = make_inputs(B, 90, 2, 4, 3, 5, 0.1, sequences)
+    options = {
+        "initial_state": state if option == "states" else None,
+        "output_final_state": option == "states",
+        "use_qk_l2norm_in_kernel": option == "l2norm",
+        "scale": 0.3 if option == "scale" else None,
+        "cu_seqlens": cu_seqlens,
+    }
+    made = gated_delta_rule(*inputs, backend=backend, chunk_size=32, **options)
+    for x, y in zip(made, function(*inputs, **options), strict=True):
+        assert x is y is None or torch.equal(x, y)
 
 
 def test_the_reference_backend_is_what_auto_takes_on_the_cpu():
