@@ -1,6 +1,8 @@
 """FlashQLA's kernels with held kernels against its own functions: the same bits, on a
 Hopper GPU."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -45,7 +47,9 @@ def test_what_tilelang_wraps_is_called_itself():
         ) == (1, 2)
     with_results = Adapter(Module())
     with_results.result_idx = [0]
-    for unknown in (Kernel(with_results), Kernel(object()), object()):
+    of_unknown_results = SimpleNamespace(get_exportable_executable=Module)
+    adapters = (with_results, of_unknown_results, object(), Adapter(object()))
+    for unknown in (object(), *map(Kernel, adapters)):
         assert flash_qla_hopper.compiled_function(unknown) is unknown
 
 

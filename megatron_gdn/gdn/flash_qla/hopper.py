@@ -632,7 +632,7 @@ def compiled_function(kernel: Any) -> Callable:
     arguments."""
     adapter = getattr(kernel, "adapter", None)
     # If a kernel has results, the kernel object allocates them.
-    if adapter is None or getattr(adapter, "result_idx", True):
+    if getattr(adapter, "result_idx", True):
         return kernel
     try:
         # compiled in this process: an object whose ``jit`` gives the module; loaded
