@@ -630,7 +630,7 @@ def compiled_function(kernel: Any) -> Callable:
     """The compiled function in a tilelang ``kernel``, or ``kernel`` if its form is
     unknown. Unlike the kernel object, the function neither checks nor repacks
     arguments."""
-    adapter = getattr(kernel, "adapter", None)
+    adapter: Any = getattr(kernel, "adapter", None)
     # If a kernel has results, the kernel object allocates them.
     if getattr(adapter, "result_idx", True):
         return kernel
