@@ -66,6 +66,11 @@ def test_a_kernel_without_bulk_stores_stays_as_it_is():
     assert fences.with_fences(given) == given
 
 
+def test_a_signal_before_the_first_write_needs_no_fence():
+    given = "__syncthreads();\n" + source(FENCE, FENCE)
+    assert fences.with_fences(given) == given
+
+
 @dataclass
 class Compiled:
     """What tilelang's decorator makes of a function; its kernel's source is

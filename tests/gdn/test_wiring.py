@@ -1,8 +1,11 @@
 """FlashQLA's rule around stand-ins of its kernels: what goes where, on a CPU."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+from megatron_gdn.gdn import api
 from megatron_gdn.gdn.flash_qla import rule as flash_qla
 from megatron_gdn.gdn.half import HalfOperands
 from megatron_gdn.gdn.rule import RuleInputs
@@ -223,6 +226,18 @@ def test_a_second_run_of_documents_gives_what_the_backward_needs(rule):
     }
 
 
+@of({"uncut": UNCUT})
+def test_the_backward_of_uncut_sequences_is_kept_no_state(rule):
+    inputs, _ = random_inputs(sum(LENGTHS))
+    documents = states.documents_of(LENGTHS)
+    for initial in (None, random_states(len(LENGTHS))[0]):
+        *per_token, states_in, through = (
+            rule.begin(inputs, documents).run(initial).saved.tensors[:4]
+        )
+        assert all(x.shape[1] == sum(LENGTHS) for x in per_token)
+        assert states_in is through is None
+
+
 @of({name: KINDS[name] for name in ("cut", "invariant")})
 def test_flash_qla_itself_composes_what_begins_with_zero_states(rule):
     """It then counts shorter memories and leaves out maps that nobody reads."""
@@ -230,11 +245,30 @@ def test_flash_qla_itself_composes_what_begins_with_zero_states(rule):
     documents = states.documents_of(LENGTHS)
     initial, _ = random_states(len(LENGTHS))
     composed = {"maps from zero": 1, "composed states": 1, "composed gradients": 1}
-    for start, maps in ((None, composed), (initial, {"maps": 1})):
+    for start, map_first, maps in (
+        (None, False, composed),
+        (initial, False, {"maps": 1}),
+        (initial, True, {"maps": 1}),
+    ):
         flash_qla.kernels().passes.clear()
-        _, _, saved = rule.begin(inputs, documents).run(start)
+        forward = rule.begin(inputs, documents)
+        if map_first:
+            forward.state_map()
+        _, _, saved = forward.run(start)
         states.backward_of(rule, inputs, d_o, saved, documents).run(start)
         assert flash_qla.kernels().passes == {**maps, "states alone": 1}
+
+
+@of({"cut": KINDS["cut"]})
+def test_the_function_runs_the_rule_that_is_chosen(rule, monkeypatch):
+    choice = SimpleNamespace(rule=rule)
+    monkeypatch.setattr(api, "resolve_rule", lambda *_, **__: choice)
+    inputs, _ = random_inputs(sum(LENGTHS))
+    o, _ = api.gated_delta_rule(*inputs, cu_seqlens=states.documents_of(LENGTHS))
+    close(o, states.Oracle(inputs, LENGTHS).forward()[0])
+    assert flash_qla.kernels().passes["maps from zero"] == 1
+    with pytest.raises(ValueError, match="chunks of 64 tokens"):
+        api.gated_delta_rule(*inputs, chunk_size=32)
 
 
 @of_rows

@@ -46,8 +46,6 @@ def missing_fences(source: str) -> list[int]:
     """
     lines = source.split("\n")
     buffers = "|".join(sorted(set(_BULK_STORE.findall(source))))
-    if not buffers:
-        return []
     target = rf"\(\(\w+\s?\*\)(?:{buffers})\)"
     write = re.compile(
         rf"stmatrix\w*\(.*{target}|{target}[^=;]*\)? = |{target}\[.*\] = "

@@ -6,6 +6,8 @@ from functools import partial
 import pytest
 import torch
 
+from megatron_gdn.gdn import api
+from megatron_gdn.gdn.rule import resolve_rule
 from megatron_gdn.ops import (
     Documents,
     decay_and_write_gates,
@@ -13,10 +15,11 @@ from megatron_gdn.ops import (
     recurrent_gated_delta_rule,
     torch_chunk_gated_delta_rule,
 )
-from megatron_gdn.ops.delta_rule.base import RuleInputs
+from megatron_gdn.ops.delta_rule.base import HeadSizes, RuleInputs
 from megatron_gdn.ops.delta_rule.plain import PlainRule
 from megatron_gdn.ops.documents import documents_of_rows, one_document
 from megatron_gdn.ops.elementwise import least_log_decay, softplus
+from megatron_gdn.ops.rules.base import Bits
 from tests.ops.test_plain_rules import DELTA, delta_inputs, states
 
 from .states import backward_of, documents_of
@@ -207,6 +210,26 @@ def test_the_reference_backend_is_what_auto_takes_on_the_cpu():
     auto, none = gated_delta_rule(q, k, v, g, beta)
     reference, _ = gated_delta_rule(q, k, v, g, beta, backend="reference")
     assert torch.equal(auto, reference) and none is None
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_rule_is_chosen_for_the_inputs(monkeypatch, deterministic):
+    chosen_for = []
+
+    def choose(backend, **asked):
+        chosen_for.append((backend, asked))
+        return resolve_rule(backend, **asked)
+
+    monkeypatch.setattr(api, "resolve_rule", choose)
+    monkeypatch.setattr(
+        torch, "are_deterministic_algorithms_enabled", lambda: deterministic
+    )
+    inputs = make_inputs(1, 10, 2, 4, 3, 5, 1.0, dtype=torch.float32)[:5]
+    gated_delta_rule(inputs[0].double(), *inputs[1:])
+    ((backend, asked),) = chosen_for
+    assert backend == "auto" and asked["sizes"] == HeadSizes(2, 4, 3, 5)
+    assert asked["dtype"] == torch.float32 and asked["device"] == inputs[2].device
+    assert asked["bits"] is (Bits.DETERMINISTIC if deterministic else Bits.FREE)
 
 
 @pytest.mark.parametrize(
