@@ -3,13 +3,14 @@ a CPU, with tensors without memory."""
 
 import inspect
 import itertools
+import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from megatron_gdn.gdn.flash_qla import plan
 from megatron_gdn.gdn.flash_qla.hopper import HopperKernels
-from megatron_gdn.gdn.flash_qla.plan import _FLASH_QLA_FUNCTIONS
 
 # What flash-qla 0.1.3 declares for Hopper, by FlashQLA's functions: the factory, its
 # arguments, and those of the kernel that it makes, in order. Tensors that a caller
@@ -293,9 +294,19 @@ def test_each_function_of_flash_qla_that_the_package_calls_is_there():
     """That of the cost model is FlashQLA's own."""
     library = SimpleNamespace(build_cp_context=object())
     kernels = HopperKernels(library, {})
-    for name in _FLASH_QLA_FUNCTIONS:
+    for name in plan._FLASH_QLA_FUNCTIONS:
         assert hasattr(kernels, name)
     assert kernels.build_cp_context is library.build_cp_context
+
+
+def test_kernels_are_launched_directly_on_hopper_alone(monkeypatch):
+    for place in ("chunk.hopper.fused_fwd", "chunk.blackwell.fused_fwd"):
+        monkeypatch.setitem(sys.modules, place, SimpleNamespace())
+        function = SimpleNamespace(__module__=place)
+        chunk = SimpleNamespace(**dict.fromkeys(plan._FLASH_QLA_FUNCTIONS, function))
+        monkeypatch.setattr(plan, "flash_qla_module", lambda chunk=chunk: chunk)
+        made = plan.kernels.__wrapped__()
+        assert isinstance(made, HopperKernels) if "hopper" in place else made is chunk
 
 
 def test_few_programs_get_few_value_columns_each():

@@ -87,6 +87,14 @@ def test_documents_with_and_without_states(rule):
     check(states.run_in_segments(rule, inputs, d_o, documents), exact_run(joined, d_o))
 
 
+@of({"uncut": UNCUT})
+def test_documents_of_whole_chunks_with_states(rule):
+    inputs, d_o = random_inputs(256)
+    documents = states.documents_of((128, 64, 64))
+    exact = exact_run(states.Oracle(inputs, (256,)), d_o)
+    check(states.run_in_segments(rule, inputs, d_o, documents), exact)
+
+
 @of_kinds
 def test_states_enter_documents_in_fixed_buffers(rule):
     tokens = sum(LENGTHS)
@@ -238,7 +246,14 @@ def test_the_backward_of_uncut_sequences_is_kept_no_state(rule):
         assert states_in is through is None
 
 
-@of({name: KINDS[name] for name in ("cut", "invariant")})
+@of(
+    {
+        "cut": KINDS["cut"],
+        "invariant": KINDS["invariant"],
+        # as beside a sequence that is cut
+        "invariant, uncut": (Bits.DETERMINISTIC, None),
+    }
+)
 def test_flash_qla_itself_composes_what_begins_with_zero_states(rule):
     """It then counts shorter memories and leaves out maps that nobody reads."""
     inputs, d_o = random_inputs(sum(LENGTHS))

@@ -235,7 +235,7 @@ def test_a_rule_is_chosen_for_the_inputs(monkeypatch, deterministic):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"query": torch.zeros(1, 4, 2, 5)}, "query must have shape"),
+        ({"query": torch.zeros(1, 4, 2, 5)}, "query must have shape .1, 4, 2, 8"),
         ({"g": torch.zeros(1, 4, 2)}, "g must have shape"),
         (
             {
@@ -252,7 +252,13 @@ def test_a_rule_is_chosen_for_the_inputs(monkeypatch, deterministic):
         ({"cu_seqlens": torch.tensor([0.0, 4.0])}, "1-D integer tensor"),
     ],
 )
-def test_bad_input_is_refused_with_what_was_given_and_what_is_legal(changes, message):
+@pytest.mark.parametrize(
+    "function",
+    [gated_delta_rule, torch_chunk_gated_delta_rule, recurrent_gated_delta_rule],
+)
+def test_bad_input_is_refused_with_what_was_given_and_what_is_legal(
+    changes, message, function
+):
     arguments = {
         "query": torch.zeros(1, 4, 2, 8),
         "key": torch.zeros(1, 4, 2, 8),
@@ -262,7 +268,44 @@ def test_bad_input_is_refused_with_what_was_given_and_what_is_legal(changes, mes
         **changes,
     }
     with pytest.raises(ValueError, match=message):
-        gated_delta_rule(**arguments)
+        function(**arguments)
+
+
+def test_the_recurrence_computes_bf16_in_fp32():
+    inputs = make_inputs(1, 9, 2, 4, 3, 5, 1.0, dtype=torch.bfloat16)
+    o, final = carried(recurrent_gated_delta_rule, *inputs)
+    exact, exact_final = carried(
+        recurrent_gated_delta_rule, *(x.float() for x in inputs)
+    )
+    assert o.dtype == torch.bfloat16 and torch.equal(o, exact.bfloat16())
+    assert final.dtype == torch.float32 and torch.equal(final, exact_final)
+
+
+def test_the_options_reach_the_chunk_rule(monkeypatch):
+    made = []
+
+    class Noted(PlainRule):
+        def __init__(self, **options):
+            made.append(options)
+            super().__init__(**options)
+
+    monkeypatch.setattr(api, "PlainRule", Noted)
+    inputs = make_inputs(1, 5, 2, 4, 3, 5, 1.0)[:5]
+    for chunk_size, scale in ((1, None), (32, 0.3)):
+        torch_chunk_gated_delta_rule(*inputs, chunk_size, scale=scale)
+        assert made.pop() == {"chunk_size": chunk_size, "scale": scale}
+    with pytest.raises(ValueError, match="chunk_size=0 must be at least 1"):
+        torch_chunk_gated_delta_rule(*inputs, 0)
+
+
+@pytest.mark.parametrize(
+    "function", [torch_chunk_gated_delta_rule, recurrent_gated_delta_rule]
+)
+def test_a_scale_scales_the_output_from_one_over_the_root_of_the_key_dim(function):
+    inputs = make_inputs(1, 5, 2, 4, 16, 5, 1.0)[:5]
+    o, _ = function(*inputs)
+    halved, _ = function(*inputs, scale=0.125)
+    torch.testing.assert_close(halved, o / 2, rtol=1e-12, atol=0)
 
 
 def test_packed_input_with_a_batch_is_refused():
