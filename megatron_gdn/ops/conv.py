@@ -124,7 +124,7 @@ def convolve_rows(
     weight_CW: Tensor,
     bias_C: Tensor | None,
     documents: Documents | None,
-    history: History | None = None,
+    history: History | None,
     activation: str | None = "silu",
 ) -> Tensor:
     """The convolution and ``activation`` of each batch row, ``[B, S, C]``.
@@ -137,10 +137,8 @@ def convolve_rows(
     if documents is not None:
         position_T = documents.position_T
     rows_before = None
-    table = None
     if history is not None:
         rows_before = history.rows
-        table = history.table
     if not x_BSC.numel():
         return output_without_tokens(
             x_BSC, weight_CW, bias_C, rows_before, width=x_BSC.shape[2]
@@ -155,8 +153,9 @@ def convolve_rows(
         ``add_lead_in_to`` adds this part of the convolution.
         """
         y = _pre_activation(x, weight, bias, position_T)
-        if rows_before is not None and table is not None:
-            y = History(rows_before, table).add_lead_in_to(y, weight)
+        if history is not None:
+            assert rows_before is not None
+            y = history._replace(rows=rows_before).add_lead_in_to(y, weight)
         if activation:
             y = silu(y)
         return y.to(x.dtype)

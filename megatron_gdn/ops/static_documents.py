@@ -97,7 +97,6 @@ class StaticDocuments(Documents):
             _stamps={},
         )
         self.refresh(check=False)
-        self.store_or_check_stamp(recomputed=False)
 
     def fill(self, cu_seqlens: Tensor | Sequence[int]) -> None:
         """Overwrite the boundaries and all tables that were made from the boundaries.
@@ -149,9 +148,8 @@ class StaticDocuments(Documents):
         if documents is not None:
             for check in self._checks.values():
                 check(documents.lengths)
-        with torch.inference_mode(False), torch.no_grad():
-            self.boundaries[: given + 1].copy_(to_device(offsets, self.device))
-            self.boundaries[given + 1 :].fill_(self.total_tokens)
+        self.boundaries[: given + 1].copy_(to_device(offsets, self.device))
+        self.boundaries[given + 1 :].fill_(self.total_tokens)
         # offsets that the host knows were checked above
         self.refresh(check=offsets is cu_seqlens)
 
@@ -201,7 +199,7 @@ class StaticDocuments(Documents):
         """
         if not recomputed:
             self._stamps["read"] = self.stamp
-        elif self._stamps["read"] is not self.stamp:
+        elif self._stamps.get("read") is not self.stamp:
             raise RuntimeError(_FILLED_AGAIN_MESSAGE)
 
     def has_stamp(self, stamp: Tensor) -> bool:

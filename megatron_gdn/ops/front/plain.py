@@ -140,7 +140,8 @@ class PlainFront(Front):
                 d_proj[..., columns] = d_rows[..., columns]
         if d_gate_rows is not None:
             d_gate_rows.copy_(d_gates)
-        if history is not None and history.d_rows is not None:
+        if history is not None:
+            assert history.d_rows is not None
             history.d_rows.copy_(d_history_rows)
         # weight, bias, A_log, dt_bias; ``front_parameters`` has more fields
         pairs = zip(d_parameters, front_parameters, strict=False)

@@ -46,7 +46,7 @@ class ConvolvedSection(NamedTuple):
 ConvolvedSections = tuple[ConvolvedSection, ConvolvedSection, ConvolvedSection]
 
 
-def delta_sections(normalise_qk: bool = True) -> ConvolvedSections:
+def delta_sections(normalise_qk: bool) -> ConvolvedSections:
     """The delta rule's sections query, key and value; ``normalise_qk``: q and k have
     unit length."""
     return (

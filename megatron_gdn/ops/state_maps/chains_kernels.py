@@ -125,8 +125,8 @@ def follow_chains_on_gpu(
     table: Tensor,
     out: Tensor,
     start: Tensor | None,
-    cuts: Tensor | None = None,
-    compose: bool = False,
+    cuts: Tensor | None,
+    compose: bool,
 ) -> Tensor:
     """Write the states or maps of :func:`.state_map.follow_chains` to ``out`` by one
     launch, from the maps ``local [P, H, K, V]`` and ``through [P, H, K, K]``. ``table``

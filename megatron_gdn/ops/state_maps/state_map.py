@@ -173,19 +173,17 @@ def follow_chains_in_torch(
     cuts: Tensor | None = None,
     compose: bool = False,
 ) -> Tensor:
-    """:func:`follow_chains` in plain torch; no map is applied after a chain's last
-    write."""
+    """:func:`follow_chains` in plain torch."""
     V = local.shape[-1]
     rows_decay = through.shape[-1] < through.shape[-2]
     with full_fp32_matmul(local.device.type):
         for n, chain in enumerate(steps.chains):
             # None stands for zeros, or for the identity with ``compose``
             state = None if start is None else start[n]
-            last = max(j for j, (target, _) in enumerate(chain) if target != NO_INDEX)
-            for j, (target, index) in enumerate(chain[: last + 1]):
+            for j, (target, index) in enumerate(chain):
                 if target != NO_INDEX:
                     out[target] = 0 if state is None else state
-                if j == last or index == NO_INDEX:
+                if index == NO_INDEX:
                     continue
                 if state is not None:
                     if rows_decay:
