@@ -95,8 +95,7 @@ class RefilledOutput:
             if storage.nbytes() == 0:
                 storage.resize_(size)
                 # .data hides the write from autograd's change counter
-                with torch.no_grad():
-                    refill(output.data)
+                refill(output.data)
             hook.remove()  # else the hook would keep the tensors of refill alive
 
         storage.resize_(0)
@@ -123,9 +122,7 @@ class GradientHandOver:
         self.stored_gradients: dict[int, Tensor] = {}
 
     def store_gradient_of(self, out: Tensor) -> Tensor:
-        """``out``, whose gradient will be stored here if it is large and needed."""
-        if not out.requires_grad or out.nbytes < MIN_HAND_OVER_BYTES:
-            return out
+        """``out``, whose gradient will be stored here."""
         return _StoreGradient.apply(out, self)
 
     def take(self, gradient: Tensor) -> Tensor:

@@ -6,7 +6,13 @@ import torch
 import torch.nn.functional as F
 
 from megatron_gdn.ops import l2norm, rms_norm
-from megatron_gdn.ops.elementwise import sigmoid, silu, softplus
+from megatron_gdn.ops.elementwise import (
+    largest_A_log,
+    least_log_decay,
+    sigmoid,
+    silu,
+    softplus,
+)
 
 NAMES = {silu: F.silu, sigmoid: torch.sigmoid, softplus: F.softplus}
 
@@ -67,3 +73,10 @@ def test_rms_norm_equals_torchs_with_both_forms_of_gamma():
         rms_norm(x, weight, 1e-5, zero_centered=True),
         F.rms_norm(x, (8,), 1 + weight, 1e-5),
     )
+
+
+@pytest.mark.parametrize(
+    ("dtype", "limits"), [(torch.float32, (-104, 66)), (torch.float64, (-746, 532))]
+)
+def test_gates_are_clamped_to_the_numbers_that_are_said(dtype, limits):
+    assert (least_log_decay(dtype), largest_A_log(dtype)) == limits

@@ -223,6 +223,7 @@ def test_a_rule_runs_each_method_in_its_configurations(tuned, bits):
     rule.begin(inputs, None).state_map()
     _, last, saved = rule.begin(inputs, None).run()
     assert last is LAST and saved.tensors[0] is x
+    assert not rule.begin(inputs, None).run(keep=False).saved.tensors
     backward = rule.begin_backward(x, inputs, saved, None)
     backward.d_initial()
     backward.run()

@@ -389,7 +389,12 @@ class Saving(PlainRule):
     def begin(self, inputs, documents):
         begun = super().begin(inputs, documents)
         run, saved = begun.run, self.saved(inputs, documents)
-        begun.run = lambda *states, **how: run(*states, **how)._replace(saved=saved)
+
+        def run_and_save(initial=None, *, keep=True, final=False):
+            made = run(initial, keep=keep, final=final)
+            return made._replace(saved=saved) if keep else made
+
+        begun.run = run_and_save
         return begun
 
     def begin_backward(self, d_o, inputs, saved, documents):
@@ -411,3 +416,4 @@ def test_a_wrapped_rule_gets_back_what_it_saved():
         o, _, saved = rule.begin(inputs, documents).run()
         backward_of(rule, inputs, o, saved, documents).run()
         assert rule.rule.given_back == of_inside
+        assert not rule.begin(inputs, documents).run(keep=False).saved.tensors

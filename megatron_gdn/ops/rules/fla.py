@@ -130,8 +130,8 @@ class FlaForward(RuleForward):
     def run(
         self, initial: Tensor | None = None, *, keep: bool = True, final: bool = False
     ) -> RuleOutput:
-        """The output from ``initial`` states; ``keep`` is not read. The products of
-        :meth:`state_map` are used again, then freed."""
+        """The output from ``initial`` states. The products of :meth:`state_map` are
+        used again, then freed."""
         with self.rule.configuration_context():
             products = self._chunk_products()
             self._products = None
@@ -141,7 +141,7 @@ class FlaForward(RuleForward):
             o = self.rule.output(self, products, states, written)
         # The backward gets the boundaries with their chunk indices. Without them fla
         # would build the indices on the host.
-        saved = SavedForBackward(products.saved, self.boundaries)
+        saved = SavedForBackward(products.saved if keep else (), self.boundaries)
         return RuleOutput(in_rows(o, self.batch_shape), last, saved)
 
 

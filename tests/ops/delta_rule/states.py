@@ -291,6 +291,7 @@ def forwards_from(rule, inputs, documents, initial):
                 if map_first:
                     forward.state_map()
                 made = forward.run(start, keep=keep, final=True)
+                assert keep or not made.saved.tensors
                 assert forward.run(start, keep=keep).final_states is None
                 assert torch.equal(forward.run(start, keep=keep).o, made.o)
                 found.append(
