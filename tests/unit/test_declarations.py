@@ -10,6 +10,7 @@ from importlib import import_module
 from pathlib import Path
 
 import megatron_gdn
+from megatron_gdn.ops.rules.fla_configurations import FIXED_CONFIGURATIONS
 
 # Records that change after they are made; Megatron changes its lists of submodules.
 CHANGE = {
@@ -68,6 +69,8 @@ PUBLIC = (
     "testing",
 )
 DEFAULTS = Path(__file__).with_name("public_defaults.txt")
+# by kernel: warps, stages, tiles
+CONFIGURATIONS = Path(__file__).with_name("fla_configurations.txt")
 
 
 @cache
@@ -133,6 +136,20 @@ def test_every_cache_says_how_much_it_keeps():
     sizes = {name: x.cache_parameters()["maxsize"] for name, x in own_caches()}
     assert len(sizes) > 50
     assert set(sizes.values()) <= {None, 16, 32, 64, 256, 1024}, sizes
+
+
+def test_every_cache_can_be_emptied():
+    """Tests empty those that they find by this method."""
+    assert [name for name, x in own_caches() if not hasattr(x, "cache_clear")] == []
+
+
+def test_fla_runs_in_the_configurations_that_were_released():
+    """Another one adds in another order: bits of deterministic mode would change."""
+    written = [
+        f"{name} {x.warps} {x.stages} {x.tiles}"
+        for name, x in FIXED_CONFIGURATIONS.items()
+    ]
+    assert written == CONFIGURATIONS.read_text().splitlines()
 
 
 def default_in_words(x):

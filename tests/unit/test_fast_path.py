@@ -4,6 +4,8 @@ The GPU and the packages are given as data, so a CPU tells which fallbacks a lau
 would log.
 """
 
+import re
+
 import pytest
 import torch
 
@@ -162,3 +164,42 @@ def test_a_fallback_is_in_the_log(machine, changes, told):
     _, front = rule_and_front_of(HeadSizes(16, 32, 128, 128), Bits.FREE)
     assert any(told in message for message in fallbacks()), fallbacks()
     assert isinstance(front, PlainFront) is ("triton" in changes)
+
+
+def test_flash_qla_runs_on_the_gpus_that_its_refusal_names(machine):
+    named = set()
+    taken = set()
+    for capability in [(a, b) for a in range(7, 13) for b in range(10)]:
+        machine(capability)
+        refusal = obstacles.why_not_flash_qla(CUDA, BF16, 128, 128)
+        if refusal is None:
+            taken.add("{}.{}".format(*capability))
+        else:
+            named.update(re.findall(r"\d+\.\d+", refusal.why))
+    assert taken == named == {"9.0", "10.0", "10.3"}
+
+
+# of each package, the oldest and the newest version beside which a GPU's rule changes
+@pytest.mark.parametrize(
+    ("package", "why_not", "refused", "taken"),
+    [
+        ("flash_qla", "why_not_flash_qla_package", ["0.1.2"], ["0.1.3", "0.2.0"]),
+        (
+            "triton",  # without TileLang
+            "why_not_fla_package",
+            ["3.4.0", "3.7.0"],
+            ["3.3.9", "3.7.1", "4.0.0"],
+        ),
+        ("fla_core", "why_not_fla_package", ["0.5.9", "0.7.0"], ["0.6.0", "0.6.9"]),
+    ],
+)
+def test_versions_are_refused_and_taken_as_is_said(
+    machine, package, why_not, refused, taken
+):
+    hopper = (9,) if why_not == "why_not_fla_package" else ()
+    others = {"tilelang": None} if package == "triton" else {}
+    found = {}
+    for version in refused + taken:
+        machine(**{package: version}, **others)
+        found[version] = getattr(obstacles, why_not)(*hopper) is None
+    assert found == dict.fromkeys(refused, False) | dict.fromkeys(taken, True)

@@ -16,7 +16,7 @@ from megatron_gdn.ops.front.launches import TritonFront
 from megatron_gdn.ops.generation import step_kernels
 from megatron_gdn.ops.kernels import elementwise, reduce
 from megatron_gdn.ops.kernels.launch import LAUNCH_CACHE_SIZE
-from megatron_gdn.ops.kernels.tiles import MOST_PROGRAMS
+from megatron_gdn.ops.kernels.tiles import MOST_PROGRAMS, FrontTile
 from megatron_gdn.ops.readout import kernels as readout_kernels
 from megatron_gdn.ops.readout.kernels import TritonReadout
 
@@ -145,6 +145,23 @@ def test_a_long_sequence_has_fewer_tiles_than_a_grid_takes():
         front, S, 1, 4, (50, 50), (50, 50), (True,) * 5, False, False, False, False
     )
     assert launch._grid_axes[1] <= MOST_PROGRAMS
+
+
+def test_a_front_with_a_tile_of_its_own_takes_it_in_both_directions():
+    """So do the laws of small tiles hold."""
+    tile = FrontTile(rows=16, steps=8, warps=2, stages=2)
+    front = TritonFront(gdn_table(HeadSizes(1, 1, 16, 16).layout), tile=tile)
+    strides = (50, 50) * 2
+    plan = launches._backward_plan(
+        front, 640, 1, 4, strides * 2, (1,) * 5, (2, 2), *(False,) * 5
+    )
+    forward = launches._forward_launch(
+        front, 640, 1, 4, *((50, 50),) * 2, (True,) * 5, *(False,) * 4
+    )
+    for launch in (plan.launch, forward):
+        wanted = {"ROWS": 16, "STAGES": 2, "num_warps": 2}
+        assert launch._constants.items() >= wanted.items()
+        assert launch._grid_axes[1] == 5 and launch._numbers[1] == 8
 
 
 def test_limits_of_gates_in_kernels_are_those_of_fp32():
