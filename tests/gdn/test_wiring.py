@@ -282,6 +282,9 @@ def test_the_function_runs_the_rule_that_is_chosen(rule, monkeypatch):
     o, _ = api.gated_delta_rule(*inputs, cu_seqlens=states.documents_of(LENGTHS))
     close(o, states.Oracle(inputs, LENGTHS).forward()[0])
     assert flash_qla.kernels().passes["maps from zero"] == 1
+    documents = states.documents_of(LENGTHS)
+    scaled, _ = api.gated_delta_rule(*inputs, cu_seqlens=documents, scale=0.2)
+    close(scaled, o * 0.2 * K**0.5)
     with pytest.raises(ValueError, match="chunks of 64 tokens"):
         api.gated_delta_rule(*inputs, chunk_size=32)
 
