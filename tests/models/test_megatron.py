@@ -178,6 +178,20 @@ def test_transformer_engine_computes_all_experts_in_one_product(modules):
         assert config.moe_grouped_gemm is (has_experts and modules == "te")
 
 
+@pytest.mark.parametrize("has_gpu", [False, True])
+def test_parameters_are_bf16_on_a_gpu_and_fp32_elsewhere_unless_a_dtype_is_given(
+    monkeypatch, has_gpu
+):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    for given in (None, torch.float32, torch.float16, torch.bfloat16):
+        config = transformer_config(find("tiny").hf, dtype=given)
+        dtype = given or (torch.bfloat16 if has_gpu else torch.float32)
+        assert config.params_dtype == config.pipeline_dtype == dtype
+        assert config.bf16 is (dtype == torch.bfloat16)
+        assert config.fp16 is (dtype == torch.float16)
+        assert config.use_cpu_initialization is not has_gpu
+
+
 def test_mamba2_layers_in_a_gpt_model_are_refused():
     with pytest.raises(NotImplementedError, match="use model='hybrid'"):
         megatron_flags(find("Nemotron-H-8B").hf, "gpt")

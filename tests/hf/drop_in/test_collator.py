@@ -34,6 +34,12 @@ def test_documents_are_laid_end_to_end_and_predict_nothing_across():
     assert batch["cu_seq_lens_q"].dtype == torch.int32 and batch["max_length_q"] == 3
     same = {"cu_seqlens": batch["cu_seq_lens_q"], "position_ids": batch["position_ids"]}
     assert read(**same) == read(position_ids=batch["position_ids"])
+    nothing = {"input_ids": []}
+    among = PackingCollator(4)([nothing, *DOCUMENTS[:2], nothing, *DOCUMENTS[2:]])
+    for name in ("input_ids", "labels", "shift_labels", "position_ids"):
+        assert torch.equal(among[name], batch[name]), "a document without tokens"
+    with pytest.raises(ValueError, match="pad_to_multiple_of=0 must be at least 1"):
+        PackingCollator(0)
 
 
 @pytest.mark.parametrize("layout", ["zigzag_buffer", "contiguous"])

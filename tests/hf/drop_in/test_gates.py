@@ -7,6 +7,7 @@ import torch.nn.functional as F
 
 from megatron_gdn.hf import gates_in_fp32, patch
 from megatron_gdn.hf.drop_in import SSMGate, install_ssm_gate
+from megatron_gdn.hf.drop_in.gates import shard_gates
 from tests.hf.drop_in.conftest import (
     DENSE,
     FAMILIES,
@@ -58,14 +59,24 @@ def test_bare_parameters_move_into_the_holder_as_the_same_objects():
     module = torch.nn.Module()
     A_log = module.A_log = torch.nn.Parameter(torch.randn(3, dtype=torch.bfloat16))
     dt_bias = module.dt_bias = torch.nn.Parameter(torch.randn(3))
+    A_log.grad = torch.randn(3, dtype=torch.bfloat16)
     before = A_log.detach().clone(), dt_bias.detach().clone(), dt_bias.data_ptr()
+    gradient = A_log.grad
     gate = install_ssm_gate(module)
+    assert A_log.grad.dtype == torch.float32 and torch.equal(
+        A_log.grad, gradient.float()
+    )
     assert gate is module._fp32_params and not module._parameters
     assert gate.A_log is A_log and gate.dt_bias is dt_bias
     assert torch.equal(A_log, before[0].float()) and A_log.dtype == torch.float32
     assert torch.equal(dt_bias, before[1]) and dt_bias.data_ptr() == before[2]
     with pytest.raises(KeyError):
         install_ssm_gate(module)
+
+
+def test_gates_to_shard_are_asked_for_by_name():
+    with pytest.raises(ValueError, match="Linear has no fp32 gates to shard; patch it"):
+        shard_gates(torch.nn.Linear(2, 2))
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, VISION, VISION_MOE, GLM])

@@ -10,7 +10,11 @@ from megatron_gdn import unpad_data
 from megatron_gdn.context_parallel.gathered import LocalDocument
 from megatron_gdn.hf import patch
 from megatron_gdn.hf.drop_in.batch import ModelBatch
-from megatron_gdn.hf.drop_in.patching import gathered_attention
+from megatron_gdn.hf.drop_in.patching import (
+    GATHERED_ATTENTION,
+    _mask_of_documents,
+    gathered_attention,
+)
 from tests.hf.drop_in.conftest import DENSE, NEXT, VISION
 from tests.hf.drop_in.test_sources import block_mask
 from tests.hf.tiny_models import cache_name
@@ -22,7 +26,8 @@ TOKENS = torch.randint(67, (1, 9), generator=torch.Generator().manual_seed(1))
 
 
 def as_added(mask):
-    return torch.zeros(mask.shape, dtype=torch.float64).masked_fill(~mask, -1e9)
+    """-1e4 is the greatest value that excludes a token."""
+    return torch.zeros(mask.shape, dtype=torch.float64).masked_fill(~mask, -1e4)
 
 
 KINDS = {"bool": lambda mask: mask, "int": lambda mask: mask.int(), "added": as_added}
@@ -132,6 +137,11 @@ def test_masks_in_a_dict_that_contradict_are_refused(patched):
         ):
             masks = {"full_attention": mask, "linear_attention": linear}
             model(TOKENS, attention_mask=masks, use_cache=False)
+    with pytest.raises(
+        ValueError, match=r"4-D .*\(1, 1, 4, 4\) does not fit 1 rows of 9"
+    ):
+        masks = {"full_attention": mask[..., :4, :4], "linear_attention": None}
+        model(TOKENS, attention_mask=masks, use_cache=False)
     # each token sees all of its document
     whole_documents = mask | mask.transpose(-1, -2)
     with pytest.raises(ValueError, match="is not block-causal"):
@@ -256,3 +266,17 @@ def test_gathered_attention_scales_scores_as_the_model_does(scaling):
     seen = torch.ones(5, 5).tril() > 0
     weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
     torch.testing.assert_close(found.transpose(1, 2), weights @ v)
+
+
+def test_softmax_attention_that_would_mix_documents_is_refused():
+    """Over ranks, the functions of transformers; in any other model, ours."""
+    x = torch.randn(1, 2, 5, 16)
+    for mask, batch in ((None, None), (torch.ones(1, 5), ModelBatch(None))):
+        with pytest.raises(ValueError, match="and takes no attention_mask"):
+            gathered_attention(torch.nn.Module(), x, x, x, mask, gdn_batch=batch)
+    text = SimpleNamespace(config=SimpleNamespace(_attn_implementation="sdpa"))
+    batch = ModelBatch(SimpleNamespace(group=object(), documents=object()))
+    with pytest.raises(ValueError, match="'sdpa', which does not take them"):
+        _mask_of_documents(text, batch, x, x)
+    text.config._attn_implementation = GATHERED_ATTENTION
+    assert _mask_of_documents(text, batch, x, x) is None

@@ -249,6 +249,7 @@ def test_flash_attention_is_given_what_it_can_honour_or_nothing(fresh):
     assert given["position_ids"].tolist() == [[0, 1, 0, 1]]
     for more in (
         {"position_ids": torch.arange(4)[None]},
+        {"position_ids": torch.tensor([[[0, 1, 0, 1]]] * 3)},  # three axes
         {"_packed_seq_ids": ids * (ids < 2)},
     ):
         with pytest.raises(ValueError, match="only in one row without padding"):
