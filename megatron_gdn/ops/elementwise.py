@@ -16,6 +16,7 @@ from torch import Tensor
 # this many elements: two vectors of 512 bits with 16-bit elements, 2 * 512 / 16. (With
 # several threads this helps only up to 32768 elements.)
 _PADDED_ELEMENTS = 64
+L2NORM_EPS = 1e-6  # of :func:`l2norm` and of the kernels that compute it
 
 
 def silu(x: Tensor) -> Tensor:
@@ -46,7 +47,7 @@ def _apply_padded(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     return function(F.pad(flat, (0, missing)))[: len(flat)].view(x.shape)
 
 
-def l2norm(x: Tensor, eps: float = 1e-6) -> Tensor:
+def l2norm(x: Tensor, eps: float = L2NORM_EPS) -> Tensor:
     """Scale the last dimension to unit length: ``x * rsqrt(sum(x^2) + eps)``.
 
     ``eps`` is under the root, so an all-zero row (padding) gives zeros and a finite

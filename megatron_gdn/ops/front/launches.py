@@ -12,6 +12,7 @@ import torch
 import triton
 from torch import Tensor
 
+from ..elementwise import L2NORM_EPS
 from ..kernels.launch import LAUNCH_CACHE_SIZE, Launch
 from ..kernels.reduce import sum_rows
 from ..kernels.tiles import (
@@ -30,7 +31,6 @@ from .history_kernels import lead_in, lead_in_backward
 from .kernels import front_backward_kernel, front_forward_kernel
 from .table import Front, FrontArguments, FrontTable
 
-_EPS = 1e-6  # as in :func:`..elementwise.l2norm`
 _CONVOLVED_COUNT = 3  # convolved sections of a table; each makes one input of the rule
 # how many arguments the kernels have for the results of gates; a table may need fewer
 _MOST_GATE_RESULTS = 3
@@ -304,7 +304,7 @@ def _forward_launch(
         strides[1],
         gate_strides[0],
         gate_strides[1],
-        _EPS,
+        L2NORM_EPS,
         **tables.constants(),
         **_constants(front, tile, W, has_bias, packed, has_history),
     )
@@ -388,7 +388,7 @@ def _backward_plan(
         S,
         tile.steps,
         *strides,
-        _EPS,
+        L2NORM_EPS,
         **tables.constants(),
         **_constants(front, tile, W, has_bias, packed, has_history),
         H=layout.state_heads,

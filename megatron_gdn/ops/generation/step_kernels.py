@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..elementwise import L2NORM_EPS
 from ..front.kernels import (
     COLUMN_INDEX,
     HAS_A_LOG_INDEX,
@@ -42,7 +43,6 @@ type MemoryTensors = tuple[Tensor, Tensor, Tensor | None]
 
 # columns of a state per program; few, so that one sequence has many programs
 _COLUMNS_OF_PROGRAM = 32
-_L2NORM_EPS = 1e-6  # the same as in :func:`..elementwise.l2norm`
 
 
 def decode_token_in_slots(
@@ -162,7 +162,7 @@ def _step_launches(
         strides[0],
         after_strides[0],
         layout.conv_columns.start,
-        _L2NORM_EPS,
+        L2NORM_EPS,
         W=taps,
         HISTORY_ROWS=history_rows,
         BLOCK_V=block_dim(V),
