@@ -483,7 +483,7 @@ def copy_columns_kernel(
         t_R = row_R // batch
         b_R = row_R % batch
         if HAS_POSITIONS:
-            position_R = tl.load(positions_ptr + t_R, mask=row_R < rows, other=0)
+            position_R = tl.load(positions_ptr + t_R, mask=row_R < rows)
             message_row_R = tl.cast(position_R, tl.int64) * batch + b_R
         else:
             if HAS_KEPT_ROWS:
@@ -496,7 +496,7 @@ def copy_columns_kernel(
         # the branch out if it is false. ``rank`` is a value on the GPU.
         if HAS_KEPT_ROWS:  # noqa: SIM102
             if rank == skipped_rank:
-                position_R = tl.load(positions_ptr + t_R, mask=row_R < rows, other=0)
+                position_R = tl.load(positions_ptr + t_R, mask=row_R < rows)
                 message_R = (
                     hp_ptr + (tl.cast(position_R, tl.int64) * batch + b_R) * RANK_WIDTH
                 )
@@ -581,7 +581,7 @@ def sum_copies_kernel(
         mask_R = (row_R < rows)[:, None]
         t_R = row_R // batch
         b_R = row_R % batch
-        position_R = tl.load(positions_ptr + t_R, mask=row_R < rows, other=0)
+        position_R = tl.load(positions_ptr + t_R, mask=row_R < rows)
         hp_R = (hp_ptr + (tl.cast(position_R, tl.int64) * batch + b_R) * RANK_WIDTH)[
             :, None
         ]

@@ -500,7 +500,7 @@ def _sequences_of_group(
     ``keep_tensors`` calls this function again after every new fill of the buffers, so
     the fields are up to date.
     """
-    places = documents.keep_tensors(_find_token_places, C, chunk_count, move=False)
+    places = documents.keep_tensors(_find_token_places, C, chunk_count)
     clamped = []
     is_here = []
     for chunk in (places.first_chunk, places.last_chunk):
