@@ -1,6 +1,7 @@
 """Kernels run compiled on a GPU, or in Triton's interpreter where
 ``TRITON_INTERPRET=1`` is set."""
 
+import inspect
 import os
 from dataclasses import replace
 
@@ -188,6 +189,32 @@ def _elements_lie_in_their_tensors() -> None:
     interpreter.GridExecutor._init_args_hst = note_tensors
 
 
+def _arithmetic_is_fp32() -> None:
+    """A kernel converts what it loads to fp32 before it computes: sums and products of
+    bf16 or fp16 would be rounded, and a sum of two dtypes says not which it has.
+
+    fp64 is for fp64 tensors; code of other packages is left alone.
+    """
+    from triton.language.semantic import TritonSemantic
+
+    check = TritonSemantic.binary_op_type_checking_impl
+
+    def check_dtypes(self, lhs, rhs, *args, **kwargs):
+        dtypes = [x.type.scalar for x in (lhs, rhs) if hasattr(x, "type")]
+        floats = {str(dtype) for dtype in dtypes if dtype.is_floating()}
+        if len(floats) > 1 or not floats <= {"fp32", "fp64"}:
+            frame = inspect.currentframe().f_back
+            while frame is not None and "triton" in frame.f_globals["__name__"]:
+                frame = frame.f_back
+            name = "" if frame is None else frame.f_globals["__name__"]
+            assert not name.startswith("megatron_gdn."), (
+                f"{name} computes with {floats} in line {frame.f_lineno}"
+            )
+        return check(self, lhs, rhs, *args, **kwargs)
+
+    TritonSemantic.binary_op_type_checking_impl = check_dtypes
+
+
 def _bytes_of(x: torch.Tensor) -> tuple[int, int]:
     last = sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
     return x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size()
@@ -201,6 +228,7 @@ if INTERPRETED:
     _masked_lanes_hold_nan()
     _elements_lie_in_their_tensors()
     _masks_of_bools()
+    _arithmetic_is_fp32()
 
 
 def pytest_report_header() -> str | None:

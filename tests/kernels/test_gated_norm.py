@@ -72,6 +72,18 @@ def test_a_gradient_whose_columns_lie_apart_is_read_where_it_is(device):
     assert_twins(*readouts(case), o, case.proj, case.gamma, d_out)
 
 
+def test_generation_on_the_grid_reads_new_rows_alone_as_a_row_keeps_its_bits(device):
+    """Whatever stands beside it."""
+    case = Case(device, S=5, B=2)
+    sizes = case.sizes
+    o = case._normal(2, 5, sizes.value_heads, sizes.value_dim)
+    ours, _ = readouts(case)
+    assert ours.is_rowwise
+    whole = ours.forward(o, case.proj, case.gamma)
+    alone = ours.forward(o[1:, 3:4].contiguous(), case.proj[3:4, 1:], case.gamma)
+    assert torch.equal(whole[3, 1], alone[0, 0])
+
+
 @pytest.mark.parametrize("activation", ["silu", "sigmoid"])
 @pytest.mark.parametrize(
     ("S", "B", "sizes"), [(9, 2, (4, 2, 6, 4)), (5, 1, (3, 1, 7, 4))]

@@ -30,7 +30,7 @@ from megatron_gdn.ops.rules.base import Bits
 from megatron_gdn.ops.trees import TreeDocuments
 
 from . import test_other_fronts as mamba2
-from .kernel_cases import Case, assert_close
+from .kernel_cases import FP32, Case, assert_close
 
 # A prompt of two tokens with 18 children, one of which has a child: rows that many
 # read.
@@ -139,8 +139,9 @@ def compare(front, plain, history, returned, proj, parameters, grads, documents,
         assert_close("d_proj and what came back", d_proj, exact_d_proj)
 
 
-def test_programs_have_all_channels_of_wide_rows(device):
-    """More channels than two programs compute."""
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_programs_have_all_channels_of_wide_rows(dtype, device):
+    """More channels than two programs compute; sums are fp32."""
     C = 2 * _CHANNELS + 3
     make = torch.Generator().manual_seed(0)
 
@@ -150,9 +151,9 @@ def test_programs_have_all_channels_of_wide_rows(device):
     documents, history, returned = history_of(
         CUTS["one sequence"], 4, 2, C, device, normal
     )
-    history = history.with_gradient_buffer()
+    history = history._replace(rows=history.rows.to(dtype)).with_gradient_buffer()
     table = history.table
-    weight = normal(C, 1, 4)
+    weight = normal(C, 1, 4).to(dtype)
     lead, _ = lead_in(history, weight)
     d_lead = normal(*lead.shape)
     partial = torch.empty(len(lead) * 2, 4 * C, device=device)
@@ -167,11 +168,12 @@ def test_programs_have_all_channels_of_wide_rows(device):
     d_rows, d_taps = torch.autograd.grad(exact, (rows, taps), d_lead.double())
     assert_close("d_rows", history.d_rows, d_rows)
     assert_close("d_taps", partial.sum(0), d_taps.flatten())
-    sums = normal(documents.total_tokens, 2, C)
+    sums = normal(documents.total_tokens, 2, C).to(dtype)
     exact_sums = sums.double()
     add_rows(sums, returned, table.gradient_additions)
     add_returned(exact_sums, returned.double(), table)
-    assert_close("sums", sums, exact_sums)
+    rounding = 0 if dtype == torch.float32 else torch.finfo(dtype).eps
+    assert_close("sums", sums, exact_sums, FP32 + rounding)
 
 
 # Of GDN's front, whose cases take the interpreter some seconds each; Mamba2's takes all

@@ -97,6 +97,15 @@ def test_a_step_in_place_is_the_recurrence(device, case, dtype):
     hold_steps(made, drawn_like(memory), [1] * (taps + 1))
 
 
+@pytest.mark.parametrize("name", ["gdn", "gdn2", "mamba2", "mamba2, D of channels"])
+def test_rows_and_parameters_in_fp16_are_computed_with_in_fp32(name, device):
+    """The interpreter refuses sums and products in fp16."""
+    torch.manual_seed(1)
+    made, _ = made_of(CASES[name], device, torch.float16)
+    memory = made["torch"].memory_shape.zeros(1, torch.float16, device)
+    hold_steps(made, drawn_like(memory), [1])
+
+
 @pytest.mark.each_value
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
