@@ -64,7 +64,7 @@ def local_documents_of(
     # A rank holds its tokens in sequence order, so the tokens of one document lie side
     # by side.
     own_positions = positions(lengths, size, layout)[rank]
-    offsets = torch.tensor((0, *lengths), device="cpu").cumsum(0)
+    offsets = torch.tensor((0, *lengths), dtype=torch.int64, device="cpu").cumsum(0)
     row_bounds = torch.searchsorted(own_positions, offsets).tolist()
     local_documents = []
     # there is one more offset than there are documents

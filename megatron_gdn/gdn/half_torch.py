@@ -65,7 +65,7 @@ def power_exponent(
     least 2^-126 and at most 2^126.
     """
     if x.numel() == 0:
-        most_G = torch.zeros(key_heads, device=x.device)
+        most_G = torch.zeros(key_heads, dtype=torch.float32, device=x.device)
     else:
         finite = torch.where(x.isfinite(), x, 0)
         most_H = torch.linalg.vector_norm(finite, float("inf"), dim=dims)

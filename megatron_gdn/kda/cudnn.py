@@ -167,7 +167,9 @@ class CudnnForward(RuleForward):
         v = self._arguments.token_inputs.v
         zeros = self._arguments.transposed_states()
         _, local = self._run(v, zeros)
-        unit = self._arguments.transposed_states(torch.eye(HEAD_DIM, device=v.device))
+        unit = self._arguments.transposed_states(
+            torch.eye(HEAD_DIM, dtype=torch.float32, device=v.device)
+        )
         _, through = self._run(torch.zeros_like(v), unit)
         return StateMap(local, through)
 

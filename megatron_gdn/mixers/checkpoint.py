@@ -147,7 +147,9 @@ def add_row_order(mixer: Mixer, destination: StateDict, prefix: str) -> None:
     weight = mixer.get_submodule("in_proj")._parameters.get("weight")
     if weight is not None and hasattr(weight, "megatron_fsdp_dist_index"):
         _let_planner_load_files_without_entry()
-        order = torch.tensor([_row_order(mixer)], device=weight.device)
+        order = torch.tensor(
+            [_row_order(mixer)], dtype=torch.int64, device=weight.device
+        )
         destination[f"{prefix}{_ROW_ORDER_KEY}"] = order
 
 

@@ -156,7 +156,9 @@ def _key_places_and_ends(documents: Documents) -> tuple[Tensor, Tensor]:
         next_starts[index] = start + slots[index]
         next_starts[parent] = start + subtrees[index]
     numbers = torch.tensor(
-        [starts, documents.offsets[:-1], lengths, slots, subtrees], device="cpu"
+        [starts, documents.offsets[:-1], lengths, slots, subtrees],
+        dtype=torch.int64,
+        device="cpu",
     )
     # each document's five numbers at each of its tokens, [S]
     start_S, offset_S, length_S, slot_S, subtree_S = numbers.repeat_interleave(

@@ -259,7 +259,9 @@ def _packing_of(mask: Tensor, multiple_of: int, device: torch.device) -> _Packin
     token_T, document_T, lengths = read_mask(mask)
     lengths = lengths or (0,)  # a mask without tokens: one empty document
     slots = padded_lengths(lengths, multiple_of)
-    padding_N = torch.tensor(slots, device="cpu") - torch.tensor(lengths, device="cpu")
+    padding_N = torch.tensor(slots, dtype=torch.int64, device="cpu") - torch.tensor(
+        lengths, dtype=torch.int64, device="cpu"
+    )
     padding_before_N = padding_N.cumsum(0) - padding_N
     packed_T = torch.arange(len(token_T), device="cpu") + padding_before_N[document_T]
     B, S = mask.shape

@@ -17,6 +17,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
+from itertools import pairwise
 from typing import Any, ClassVar, NamedTuple, Self, cast
 
 import torch
@@ -76,7 +77,7 @@ class Documents:
                 f"cu_seqlens ends at {offsets[-1]}; tables of tokens have 32 bits, so "
                 f"a buffer has at most {2**31 - 1} tokens. Split the micro-batch."
             )
-        for index, (start, end) in enumerate(zip(offsets, offsets[1:], strict=False)):
+        for index, (start, end) in enumerate(pairwise(offsets)):
             if end < start:
                 raise ValueError(
                     f"cu_seqlens runs backwards at document {index}: {start} is "
@@ -143,9 +144,7 @@ class Documents:
     def lengths(self) -> tuple[int, ...]:
         """The number of tokens of each document."""
         offsets = self.offsets
-        return tuple(
-            end - start for start, end in zip(offsets, offsets[1:], strict=False)
-        )
+        return tuple(end - start for start, end in pairwise(offsets))
 
     @cached_property
     def filled_indices(self) -> Tensor | None:
@@ -194,7 +193,7 @@ class Documents:
         A forward saves this tensor, so that its backward can compare the boundaries.
         """
         with torch.inference_mode(False):  # autograd cannot save an inference tensor
-            return torch.tensor(self.boundary_key, device="cpu")
+            return torch.tensor(self.boundary_key, dtype=torch.int64, device="cpu")
 
     def has_stamp(self, stamp: Tensor) -> bool:
         """Whether documents with this :attr:`stamp` have the boundaries of these
@@ -224,7 +223,7 @@ class Documents:
     def filled_offsets(self) -> tuple[int, ...]:
         """The cumulative lengths :attr:`offsets`, without the documents that have no
         tokens."""
-        pairs = zip(self.offsets, self.offsets[1:], strict=False)
+        pairs = pairwise(self.offsets)
         return (0,) + tuple(end for start, end in pairs if end > start)
 
     @cached_property

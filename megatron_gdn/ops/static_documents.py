@@ -166,7 +166,7 @@ class StaticDocuments(Documents):
         ``check``, check the boundaries on the device. A CUDA graph can capture this
         call."""
         with torch.inference_mode(False), torch.no_grad():
-            self._stamps["fill"] = torch.empty(0, device="cpu")
+            self._stamps["fill"] = torch.empty(0, dtype=torch.int64, device="cpu")
             if check:
                 length = self.boundaries.diff()
                 fits = ((length >= 0) & (length <= self.longest)).all()

@@ -152,7 +152,9 @@ class TreeDocuments(Documents):
         before_N = torch.tensor(
             self._ancestor_token_counts, dtype=torch.int32, device="cpu"
         )
-        before_T = before_N.repeat_interleave(torch.tensor(self.lengths, device="cpu"))
+        before_T = before_N.repeat_interleave(
+            torch.tensor(self.lengths, dtype=torch.int64, device="cpu")
+        )
         return self.position_T + to_device(before_T, self.device)
 
     @cached_property
@@ -174,9 +176,13 @@ class TreeDocuments(Documents):
         levels = []
         families = [children[-1]]  # the children of each document of the level above
         while members := list(chain.from_iterable(families)):
-            starts = torch.tensor([self.offsets[i] for i in members], device="cpu")
+            starts = torch.tensor(
+                [self.offsets[i] for i in members], dtype=torch.int64, device="cpu"
+            )
             counts = [length[i] for i in members]
-            tokens = join_ranges(starts, torch.tensor(counts, device="cpu"))
+            tokens = join_ranges(
+                starts, torch.tensor(counts, dtype=torch.int64, device="cpu")
+            )
             side_by_side = bool((tokens.diff() == 1).all())
             if side_by_side:
                 tokens = slice(int(tokens[0]), int(tokens[-1]) + 1)
@@ -185,7 +191,9 @@ class TreeDocuments(Documents):
             documents = Documents(tuple(accumulate(counts, initial=0)), self.device)
             # for each member the index of its parent among the level above
             parents = [n for n, family in enumerate(families) for _ in family]
-            parents = to_device(torch.tensor(parents, device="cpu"), self.device)
+            parents = to_device(
+                torch.tensor(parents, dtype=torch.int64, device="cpu"), self.device
+            )
             families = [children[i] for i in members]
             child_counts = tuple(map(len, families))
             levels.append(TreeLevel(tokens, documents, parents, child_counts))
@@ -234,11 +242,11 @@ class TreeDocuments(Documents):
             copied += newest
         starts = [self.offsets[document] for document in continuing]
         counts = [length[document] for document in continuing]
-        copied_T = torch.tensor(copied, device="cpu")
+        copied_T = torch.tensor(copied, dtype=torch.int64, device="cpu")
         table = HistoryTable.build(
-            torch.tensor(starts, device="cpu"),
-            torch.tensor(counts, device="cpu"),
-            torch.tensor(before, device="cpu"),
+            torch.tensor(starts, dtype=torch.int64, device="cpu"),
+            torch.tensor(counts, dtype=torch.int64, device="cpu"),
+            torch.tensor(before, dtype=torch.int64, device="cpu"),
             copied_T,
             self.total_tokens,
             self.device,

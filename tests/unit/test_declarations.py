@@ -1,6 +1,7 @@
 """What the package declares once for all its code: records, caches, and the defaults of
 public functions."""
 
+import ast
 import dataclasses
 import enum
 import inspect
@@ -68,6 +69,16 @@ PUBLIC = (
     "specs",
     "testing",
 )
+# What is of unequal length: one more offset than documents; arguments that a caller left
+# out; fields that only the second has.
+UNEQUAL = {
+    "context_parallel/gathered.py: offsets.tolist(), pairwise(row_bounds)",
+    "hf/drop_in/patching.py: names, args",
+    "ops/front/launches.py: table.convolved_sections, summed_heads",
+    "ops/front/plain.py: d_parameters, front_parameters",
+    "specs/gpt.py: ('vp_stage', 'pp_rank'), stage",
+}
+MAKERS = {"arange", "empty", "eye", "full", "ones", "randint", "tensor", "zeros"}
 DEFAULTS = Path(__file__).with_name("public_defaults.txt")
 # by kernel: warps, stages, tiles
 CONFIGURATIONS = Path(__file__).with_name("fla_configurations.txt")
@@ -250,6 +261,53 @@ def test_a_kernels_launch_and_its_plain_twin_have_the_same_arguments():
                 pairs += 1
                 assert given_defaults(launch) == given_defaults(twin), function
     assert pairs > 3
+
+
+def calls(*folders):
+    """Each call in files of these folders, with its file, the names of its keywords and
+    the call around it."""
+    root = Path(megatron_gdn.__file__).parent
+    for path in sorted(x for folder in folders for x in root.glob(folder)):
+        around = {}
+        for node in ast.walk(ast.parse(path.read_text())):
+            for child in ast.iter_child_nodes(node):
+                around[child] = node
+            if isinstance(node, ast.Call):
+                keywords = {x.arg: ast.unparse(x.value) for x in node.keywords}
+                yield path.relative_to(root).as_posix(), node, keywords, around[node]
+
+
+def test_zip_is_given_as_many_of_each():
+    """Of lists of unequal length it would leave elements out."""
+    pairs = 0
+    others = set()
+    for path, call, keywords, _ in calls("**/*.py", "specs/*.py"):
+        if ast.unparse(call.func) == "zip":
+            pairs += keywords.get("strict") == "True"
+            if keywords.get("strict") != "True":
+                others.add(f"{path}: {', '.join(map(ast.unparse, call.args))}")
+    assert pairs > 60 and others == UNEQUAL
+
+
+def test_a_table_says_its_device_and_its_dtype():
+    """Else both follow torch's defaults, and an empty list makes a table in fp32.
+
+    Parameters and buffers of a module follow the default device, as torch's own do.
+    """
+    folders = ("context_parallel", "gdn", "gdn2", "gdp", "inference", "kda", "mamba2")
+    folders += ("mixers", "ops")
+    made = 0
+    silent = []
+    for path, call, keywords, around in calls(*(f"{x}/**/*.py" for x in folders)):
+        home, _, name = ast.unparse(call.func).rpartition(".")
+        wanted = {"device"} if name in ("arange", "randint") else {"device", "dtype"}
+        if home == "torch" and name in MAKERS:
+            made += 1
+            if not wanted <= keywords.keys() and "register_buffer" not in ast.unparse(
+                around
+            ):
+                silent.append(f"{path}:{call.lineno}")
+    assert made > 90 and silent == []
 
 
 if __name__ == "__main__":

@@ -121,4 +121,4 @@ def _own_indices(shares: HeadShares, rank: int, device: torch.device) -> Tensor:
     indices = []
     for block in shares.blocks(rank):
         indices += range(block.first_column, block.first_column + block.width)
-    return to_device(torch.tensor(indices, device="cpu"), device)
+    return to_device(torch.tensor(indices, dtype=torch.int64, device="cpu"), device)

@@ -107,7 +107,9 @@ def prefill_on_grid(
     mixed = _read_out_tokens(stages, o, rows, grid, indices.new_token, proj)
     next_rows = source_rows.index_select(0, indices.next_source_row)
     next_rows.masked_fill_(indices.next_is_zero[:, None], 0)
-    count_row[:, 0, 0] = to_device(torch.tensor(counts, device="cpu") % CHUNK, device)
+    count_row[:, 0, 0] = to_device(
+        torch.tensor(counts, dtype=torch.int64, device="cpu") % CHUNK, device
+    )
     next_history = (
         count_row.to(next_rows.dtype),
         next_rows.unflatten(0, (len(counts), -1)),

@@ -14,6 +14,8 @@ R is the number of value heads per key head, H = G R.
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -59,7 +61,7 @@ def recurrence(
         together = [(slice(None), 0, q.shape[1])]
         rows_together = len(v)
     else:
-        ends = zip(offsets, offsets[1:], strict=False)
+        ends = pairwise(offsets)
         together = [
             (slice(n, n + 1), start, end) for n, (start, end) in enumerate(ends)
         ]
