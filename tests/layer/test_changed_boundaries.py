@@ -84,13 +84,25 @@ def in_one_block(run, x, packed):
     return by_megatron(lambda x: 2 * reentrant(run, x, packed), x)
 
 
+def without_output(run, x, packed):
+    """A hook runs the layer again, in no node of the checkpoint."""
+    checkpoint = random.CheckpointWithoutOutput(fp8=None)
+    out = checkpoint.checkpoint(lambda x: run(x, packed), x)
+    read = 2 * out
+    checkpoint.discard_output_and_register_recompute(read)
+    return read
+
+
 KINDS = pytest.mark.parametrize("kind", ["fused layer", "layer of modules", "Mamba2"])
 # take buffers
 LAYERS = pytest.mark.parametrize("kind", ["fused layer", "layer of modules"])
-CHECKPOINTS = pytest.mark.parametrize("around", [checkpointed, reentrant, by_megatron])
+CHECKPOINTS = pytest.mark.parametrize(
+    "around", [checkpointed, reentrant, by_megatron, without_output]
+)
 IN_FLIGHT = [checkpointed, reentrant, by_megatron, nested, in_one_block]
 ALL = pytest.mark.parametrize(
-    "around", [plain, offloaded, checkpointed, reentrant, by_megatron]
+    "around",
+    [plain, offloaded, checkpointed, reentrant, by_megatron, without_output],
 )
 WRITES = pytest.mark.parametrize("write", [in_place, by_new_tensors])
 

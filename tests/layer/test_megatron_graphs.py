@@ -16,6 +16,7 @@ from megatron_gdn import (
     static_packed_seq_params,
 )
 from megatron_gdn.mixers.packing import static_documents_of
+from megatron_gdn.ops.host_tables import to_device
 from tests.distributed.layer_laws import build_layer, thd, transformer_layer
 from tests.distributed.mixers import whole
 from tests.graphs_on_cpu import (
@@ -207,8 +208,17 @@ def test_micro_batches_with_ranks_of_their_own_are_refused_when_the_layer_is_bui
         build(impl, modules, **{field: True})
 
 
-def test_a_table_is_not_made_while_a_graph_is_captured():
-    packed = static_packed_seq_params(12, 3, device="cpu")
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda documents: documents.position_T,
+        lambda documents: documents.on_host(),
+        lambda _: to_device(torch.zeros(1), "cuda"),
+    ],
+    ids=["of the buffers", "of their boundaries on the host", "from the host"],
+)
+def test_a_table_is_not_made_while_a_graph_is_captured(make):
+    documents = static_documents_of(static_packed_seq_params(12, 3, device="cpu"))
     with (
         patch("torch.cuda.is_initialized", lambda: True),
         patch("torch.cuda.is_current_stream_capturing", lambda: True),
@@ -216,7 +226,7 @@ def test_a_table_is_not_made_while_a_graph_is_captured():
             RuntimeError, match="Run the forward and the backward once before"
         ),
     ):
-        _ = static_documents_of(packed).position_T
+        make(documents)
 
 
 @one_rank

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -24,6 +25,7 @@ from megatron_gdn.mixers.packing import (
     resolve_packed_seq_params,
 )
 from megatron_gdn.ops import causal_conv1d, recurrent_gated_delta_rule
+from megatron_gdn.ops.documents import shortened
 from megatron_gdn.ops.static_documents import StaticDocuments
 from megatron_gdn.ops.trees import TreeDocuments
 from tests.host_reads import no_host_reads
@@ -119,6 +121,17 @@ def test_boundaries_are_not_baked_into_a_graph(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(NotImplementedError, match="captured in a CUDA graph"):
         resolve_packed_seq_params(params, 12, torch.device("cuda"))
+
+
+@pytest.mark.parametrize("count", [1, 20, 21, 500])
+def test_a_list_in_an_error_says_how_many_numbers_it_left_out(count):
+    """The first ten and the last two of a long one are there."""
+    numbers = range(1000, 1000 + count)
+    said = [int(word) for word in re.findall(r"\d+", shortened(numbers))]
+    if count > 20:
+        assert said == [*numbers[:10], count - 12, *numbers[-2:]]
+    else:
+        assert said == list(numbers)
 
 
 def test_what_is_not_packed_has_no_documents():

@@ -133,6 +133,14 @@ def _tables_of_histories():
     yield link.table
 
 
+def test_no_gradient_returns_for_rows_that_were_not_sent():
+    """Those of a tree are of the same rank: the tokens 4, 3, 2 and 5, 4, 3."""
+    of_rows, of_documents, of_tree = _tables_of_histories()
+    assert not of_rows.gradient_additions.numel()
+    assert not of_documents.gradient_additions.numel()
+    assert of_tree.gradient_additions[:, 0].tolist() == [2, 3, 4, 5]
+
+
 def test_a_token_has_the_index_of_its_place_in_an_edge_or_none():
     """Token 0 too."""
     for table in _tables_of_histories():
