@@ -223,7 +223,8 @@ def make_states_to_load(
                 # group.
                 if isinstance(member.optimizer, torch.optim.Adam):
                     for state in member.optimizer.state.values():
-                        state.setdefault("step", torch.zeros((), dtype=torch.float32))
+                        step = torch.zeros((), dtype=torch.float32, device="cpu")
+                        state.setdefault("step", step)
     return state_dict(chained)
 
 
@@ -427,7 +428,8 @@ def load_sections_from_whole_tensor(
         """The tensor ``key`` of the checkpoint, on the CPU. Each rank reads the whole
         tensor once, for all its sections."""
         metadata = stored[key]
-        state = {key: torch.empty(metadata.size, dtype=metadata.properties.dtype)}
+        dtype = metadata.properties.dtype
+        state = {key: torch.empty(metadata.size, dtype=dtype, device="cpu")}
         load_tensors(
             state, storage_reader=FileSystemReader(checkpoint_dir), no_dist=True
         )

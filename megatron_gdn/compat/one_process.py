@@ -339,7 +339,8 @@ def resume_distributed_optimizer_with_torch_adam() -> None:
         if any(group["params"] for group in adam.param_groups):
             return state_dict(self)
         # The value is not stored: a file has the step of the first data-parallel rank.
-        adam.state["no parameter"] = {"step": torch.zeros(())}
+        step = torch.zeros((), dtype=torch.float32, device="cpu")
+        adam.state["no parameter"] = {"step": step}
         try:
             return state_dict(self)
         finally:
@@ -353,7 +354,7 @@ def resume_distributed_optimizer_with_torch_adam() -> None:
             for group in adam.param_groups:
                 for param in group["params"]:
                     adam.state[param] = {
-                        "step": torch.zeros((), dtype=torch.float32),
+                        "step": torch.zeros((), dtype=torch.float32, device="cpu"),
                         "exp_avg": torch.zeros_like(param),
                         "exp_avg_sq": torch.zeros_like(param),
                     }

@@ -280,9 +280,8 @@ def _run_rule(
     leaves = RuleInputs._make(x.detach().requires_grad_() for x in inputs)
     with torch.enable_grad():
         out, _ = run_rule(rule, leaves, documents, use_qk_l2norm_in_kernel=True)
-    d_out = (
-        torch.linspace(-1, 1, out.numel(), device=out.device).view_as(out).to(out.dtype)
-    )
+    rising = torch.linspace(-1, 1, out.numel(), dtype=torch.float32, device=out.device)
+    d_out = rising.view_as(out).to(out.dtype)
     results = (out.detach(),) + torch.autograd.grad(out, leaves, d_out)
     return dict(zip(_RESULT_NAMES, results, strict=True))
 
@@ -304,11 +303,13 @@ def _random_inputs(
 ) -> RuleInputs:
     """Random inputs of a rule: one batch row of ``tokens``, with heads of ``sizes``. q, k
     and v have ``dtype``; g and beta are fp32."""
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator("cpu").manual_seed(1)
 
     def random_rows(*shape: int) -> Tensor:
         """Normal random numbers ``[1, tokens, *shape]``."""
-        return torch.randn(1, tokens, *shape, generator=generator)
+        return torch.randn(
+            1, tokens, *shape, generator=generator, dtype=torch.float32, device="cpu"
+        )
 
     q = random_rows(sizes.key_heads, sizes.key_dim).to(device, dtype)
     k = random_rows(sizes.key_heads, sizes.key_dim).to(device, dtype)

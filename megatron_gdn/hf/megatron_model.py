@@ -418,7 +418,8 @@ def _match_maps_to_parameters(
     for entry in plan.maps:
         names = [name for name in entry.names if name in params]
         meta_tensors = [
-            torch.empty(source.slice_shape, device="meta") for source in entry.sources
+            torch.empty(source.slice_shape, dtype=torch.float32, device="meta")
+            for source in entry.sources
         ]
         for name in names:
             shape = tuple(_local_shard(entry, meta_tensors, params[name]).shape)

@@ -45,7 +45,7 @@ def simulated_hopper(multiprocessors: int = 132) -> Iterator[None]:
     # a real one.
     torch._C._ensureCUDADeviceGuardSet()
     with FakeTensorMode():
-        torch.empty(0, device="cuda")
+        torch.empty(0, dtype=torch.float32, device="cuda")
     answers = {
         "_lazy_init": lambda: None,
         "is_available": lambda: True,

@@ -297,7 +297,9 @@ def run_layer(sizes: LayerSizes, call: LayerCall, **options: object) -> None:
         packed = None
         if call.documents is not None:
             length = call.tokens // call.documents
-            offsets = torch.arange(0, call.tokens + 1, length, dtype=torch.int32)
+            offsets = torch.arange(
+                0, call.tokens + 1, length, dtype=torch.int32, device="cpu"
+            )
             packed = PackedSeqParams(
                 qkv_format="thd",
                 cu_seqlens_q=offsets,

@@ -231,7 +231,7 @@ class ContextParallelTrainerMixin(Trainer):
             loss = result[0].clone()
         else:
             loss = result.clone()
-        dist.all_reduce(loss)
+        dist.all_reduce(loss, group=dist.group.WORLD)
         loss /= dist.get_world_size()
         if isinstance(result, tuple) and len(result) > 1:
             return (loss,) + result[1:]
@@ -296,7 +296,11 @@ class ContextParallelTrainerMixin(Trainer):
         # The sampler must count each context-parallel group as one process. The first
         # rank of a group identifies the group.
         first_ranks = [0] * dist.get_world_size()
-        dist.all_gather_object(first_ranks, min(dist.get_process_group_ranks(group)))
+        dist.all_gather_object(
+            first_ranks,
+            min(dist.get_process_group_ranks(group)),
+            group=dist.group.WORLD,
+        )
         groups = sorted(set(first_ranks))
         sampler.num_processes = len(groups)
         sampler.process_index = groups.index(first_ranks[dist.get_rank()])
@@ -412,7 +416,8 @@ def packing_reach(
     try:
         with torch.no_grad():
             reference = _output_tensor(module(inputs, **keywords))
-            change = torch.empty(len(columns), len(columns), device="cpu")
+            size = len(columns), len(columns)
+            change = torch.empty(size, dtype=torch.float32, device="cpu")
             for i, replaced in enumerate(columns):
                 changed_inputs = inputs.clone()
                 changed_inputs[:, replaced] = replacements[:, replaced]
@@ -494,7 +499,9 @@ def _draw_inputs(module: Any, tokens: int, generator: torch.Generator) -> Tensor
             f"{type(module).__name__} has no hidden_size, so hidden states cannot be "
             "drawn for it; give a transformers model or linear-attention module."
         )
-    hidden = torch.randn(1, tokens, width, generator=generator, device="cpu")
+    hidden = torch.randn(
+        1, tokens, width, generator=generator, dtype=torch.float32, device="cpu"
+    )
     return hidden.to(next(module.parameters()).dtype)
 
 
