@@ -34,6 +34,14 @@ from tests.processes import python
 SIZES = HeadSizes(16, 32, 128, 128)
 
 
+@pytest.mark.parametrize("rule", [FlaGDN, FlaGDN2, FlaKDA, FlaSSD])
+def test_fla_takes_states_of_up_to_256_rows(rule):
+    assert rule.why_not_sizes(StateShape(2, 256, 64)) is None
+    for rows in (257, 258):
+        said = rule.why_not_sizes(StateShape(2, rows, 64))
+        assert said is not None and f"up to 256, not {rows}" in said
+
+
 def test_deterministic_auto_takes_the_reference_without_a_gpu():
     where = {"device": "cpu", "dtype": torch.bfloat16, "bits": Bits.DETERMINISTIC}
     choice = resolve_rule(sizes=SIZES, **where)

@@ -41,9 +41,17 @@ def parameter_in_words(x):
 
 
 def attributes(mixer):
-    """Public numbers and texts of the mixer, many under names of Megatron's layers."""
+    """Public numbers and texts of the mixer and of its classes, many under names of
+    Megatron's layers."""
     upstream = {"training", *vars(MegatronModule(mixer.config))}
-    own = {name: x for name, x in vars(mixer).items() if name not in upstream}
+    own = {
+        name: x
+        for cls in reversed(type(mixer).__mro__)
+        if cls.__module__.startswith("megatron_gdn")
+        for name, x in vars(cls).items()
+        if name not in MARKS
+    }
+    own |= {name: x for name, x in vars(mixer).items() if name not in upstream}
     return {
         name: in_words(x)
         for name, x in sorted(own.items())

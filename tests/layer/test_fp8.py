@@ -25,7 +25,14 @@ from megatron_gdn.mixers.fp8 import (
 from megatron_gdn.ops.layout import SizeError
 from megatron_gdn.specs import gated_delta_net_spec, kimi_delta_attention_spec
 from tests.distributed.layer_laws import forward_backward
-from tests.fp8_twin import Fp8Column, Fp8Duplicated, fp8_on, recipe, rounded
+from tests.fp8_twin import (
+    Fp8Column,
+    Fp8Duplicated,
+    Fp8NormedColumn,
+    fp8_on,
+    recipe,
+    rounded,
+)
 from tests.parallel import assert_close, make_config
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -103,6 +110,29 @@ def test_megatron_fsdp_is_refused_before_it_loses_a_gradient():
         pytest.raises(NotImplementedError, match="FP8 under Megatron-FSDP: .* or keep"),
     ):
         layer(torch.randn(16, 1, 24))
+
+
+@pytest.mark.parametrize("kind", [Fp8Column, Fp8NormedColumn])
+def test_the_gates_share_is_added_to_the_gradient_that_in_proj_gives(kind, monkeypatch):
+    """Autograd's sum of two gradients would make a third one of all rows."""
+    linear = layer_of(in_proj=kind).in_proj
+    read = []
+    forward = kind.forward
+
+    def watched(self, x, *args, **options):
+        read.append(x)
+        return forward(self, x, *args, **options)
+
+    monkeypatch.setattr(kind, "forward", watched)
+    x = torch.randn(16, 1, 24, requires_grad=True)
+    with fp8_on():
+        out = linear(x)[0]
+    (given,) = read
+    assert given is not x and given.data_ptr() == x.data_ptr()
+    gradients = []
+    given.register_hook(lambda gradient: gradients.append(gradient.data_ptr()))
+    (d_x,) = torch.autograd.grad(out.sum(), x)
+    assert gradients == [d_x.data_ptr()]
 
 
 def test_a_copied_layer_computes_the_same():

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_gdn.mixers.gate_product import GateProduct
+from megatron_gdn.mixers.gate_product import GateProduct, SplitRows
 from tests.parallel import group_of_one
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -99,15 +99,17 @@ def test_what_nobody_reads_has_no_part_in_the_gradient(of_gates, of_linear):
 
 
 class Made(TorchDispatchMode):
-    """Counts the tensors of [T, D] that operators return and did not get."""
+    """Counts the tensors of these sizes (by default [T, D]) that operators return and
+    did not get."""
 
-    def __init__(self):
+    def __init__(self, *sizes):
         super().__init__()
+        self.sizes = sizes or (S * B * D,)
         self.count = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        if isinstance(out, torch.Tensor) and out.numel() == S * B * D:
+        if isinstance(out, torch.Tensor) and out.numel() in self.sizes:
             given = [
                 a.untyped_storage().data_ptr()
                 for a in args
@@ -145,3 +147,12 @@ def test_the_gates_share_is_added_where_the_linears_gradient_lies():
         (d_x,) = torch.autograd.grad(losses, x, [weight.detach() for weight in weights])
     assert made.count == 0
     assert d_x.data_ptr() == of_linear.data_ptr() and not torch.equal(d_x, before)
+
+
+def test_no_gradient_is_made_of_rows_whose_products_add_theirs_elsewhere():
+    weight = torch.randn(GATES + MAIN, D, requires_grad=True)
+    views = SplitRows.apply(weight, (MAIN,), True)
+    losses = [Gives.apply(view, None) for view in views]
+    with Made(GATES * D, MAIN * D, weight.numel()) as made:
+        torch.autograd.backward(losses)
+    assert made.count == 0 and weight.grad is None

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.strategies.torch import (
     TorchDistLoadShardedStrategy,
 )
@@ -300,6 +301,38 @@ def test_a_repaired_optimizer_is_left_alone():
             store_empty_shares(_unrelated_failure, sharded)
             raise RuntimeError("an assertion that is none of ours was swallowed")
     assert not parallel_state.is_initialized()
+
+
+@pytest.mark.parametrize("is_loading", [False, True])
+def test_only_a_load_gets_copies_of_fp32_parameters(is_loading):
+    """A save would hold them twice. What is loaded into the model must not change the
+    optimizer's entry."""
+    from megatron_gdn.compat.mixed_dtype_optimizers import _store_all_parameters
+
+    half, master, fp32 = (torch.nn.Parameter(torch.zeros(n)) for n in (2, 2, 3))
+    optimizer = SimpleNamespace(
+        float16_groups=[[half]],
+        fp32_from_float16_groups=[[master]],
+        fp32_from_fp32_groups=[[fp32]],
+        optimizer=SimpleNamespace(param_groups=[{"params": [fp32, master]}]),
+    )
+
+    def sharded(optimizer, *_):
+        groups = optimizer.fp32_from_float16_groups
+        entries = [
+            [ShardedTensor.from_rank_offsets("key", x.data) for x in group]
+            for group in groups
+        ]
+        return {"fp32_from_fp16_params": entries}
+
+    state = _store_all_parameters(sharded, optimizer, {}, is_loading)
+    entries = {
+        "fp32": state["fp32_params"][0],
+        "half": state["fp32_from_fp16_params"][0][0],
+    }
+    assert entries["half"].data.data_ptr() == master.data_ptr()
+    is_copy = entries["fp32"].data.data_ptr() != fp32.data_ptr()
+    assert is_copy == is_loading and torch.equal(entries["fp32"].data, fp32)
 
 
 @pytest.mark.parametrize("cut", [_cut_without_padding, _cut_by_the_map])

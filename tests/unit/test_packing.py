@@ -98,6 +98,16 @@ def test_fixed_buffers_in_whose_place_others_were_put_are_refused(changes):
     assert resolve_packed_seq_params(params, 12, CPU).boundaries is params.cu_seqlens_q
 
 
+@pytest.mark.parametrize(
+    ("tokens", "device"), [(11, CPU), (12, torch.device("meta"))], ids=str
+)
+def test_fixed_buffers_of_other_tokens_or_another_device_are_refused(tokens, device):
+    params = static_packed_seq_params(12, 2, device="cpu")
+    said = f"12 tokens on cpu, and the layer has {tokens} tokens .* on {device};"
+    with pytest.raises(ValueError, match=said):
+        resolve_packed_seq_params(params, tokens, device)
+
+
 def test_a_copy_has_the_same_fixed_buffers():
     params = static_packed_seq_params(12, 2, device="cpu")
     assert params.cu_seqlens_kv is params.cu_seqlens_q

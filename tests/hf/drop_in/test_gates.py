@@ -44,13 +44,15 @@ def test_the_gate_is_that_of_float64_to_fp32_for_inputs_of_any_dtype(
     assert layer.A_log.grad.dtype == layer.dt_bias.grad.dtype == torch.float32
 
 
-def test_a_gate_is_valid_before_it_is_filled():
-    gate = SSMGate(3)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_gate_is_valid_before_it_is_filled(dtype):
+    gate = SSMGate(3, dtype)
     assert [(n, tuple(p.shape), p.dtype) for n, p in gate.named_parameters()] == [
-        ("A_log", (3,), torch.float32),
-        ("dt_bias", (3,), torch.float32),
+        ("A_log", (3,), dtype),
+        ("dt_bias", (3,), dtype),
     ]
-    torch.testing.assert_close(gate(torch.zeros(1, 3)), -F.softplus(torch.ones(1, 3)))
+    rows = torch.zeros(1, 3, dtype=dtype)
+    torch.testing.assert_close(gate(rows), -F.softplus(rows + 1))
     with pytest.raises(ValueError, match=r"gates of dtype torch\.bfloat16"):
         SSMGate(3, torch.bfloat16)
 
