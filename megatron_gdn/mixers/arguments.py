@@ -98,7 +98,7 @@ def require_causal(
         shape_fits = shape in ((rows, tokens), (rows, local_tokens))
         legal = shape_fits and bool((mask == 1).all())
     else:
-        shape_fits = mask.dim() == 4 and shape in (
+        shape_fits = shape in (
             (rows, 1, local_tokens, tokens),
             (1, 1, local_tokens, tokens),
         )

@@ -142,7 +142,8 @@ class GateProduct(torch.autograd.Function):
     def backward(
         ctx, d_gates: Tensor | None, d_x: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        """The gradients of x, weight and gamma.
+        """The gradients of x, weight and gamma; autograd rounds them to the dtypes of
+        these tensors.
 
         ``d_gates`` is the gradient of y, ``d_x`` that of the view of ``x``; None means
         zero.
@@ -180,7 +181,7 @@ class GateProduct(torch.autograd.Function):
         if needs_d_weight or needs_d_gamma:
             d_factor = _wide_product(d_scaled.t(), x_TD)
             if needs_d_gamma:
-                d_gamma = (all_weights * d_factor).sum(0).to(gamma.dtype)
+                d_gamma = (all_weights * d_factor).sum(0)
             if needs_d_weight:
                 if gamma is None:
                     d_own = d_factor
@@ -193,7 +194,7 @@ class GateProduct(torch.autograd.Function):
                 else:
                     d_own = d_own.chunk(group.size())[group.rank()]
                 if ctx.main_grad is None:
-                    d_weight = d_own.to(all_weights.dtype)
+                    d_weight = d_own
                 else:
                     ctx.main_grad.add_(d_own)
         return d_x, d_weight, d_gamma, None, None, None

@@ -199,10 +199,8 @@ class GroupedRMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(channels, device=device, dtype=dtype))
         mark_sharded(self.weight, (channels,))
 
-    def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
-        """y for ``x`` and ``gate`` ``[..., channels]``; without a gate u is x."""
-        if gate is None:
-            return grouped_rms_norm(x, self.weight, self.groups, self.eps)
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        """y for ``x`` and ``gate`` ``[..., channels]``."""
         wide = torch.promote_types(x.dtype, torch.float32)
         u = x.to(wide) * F.silu(gate.to(wide))
         return grouped_rms_norm(u, self.weight, self.groups, self.eps).to(x.dtype)

@@ -124,12 +124,12 @@ class _SumGradient(torch.autograd.Function):
     @first_derivative_only
     def backward(ctx, gradient: Tensor):
         """Sum ``gradient``, the output's gradient, over the ranks of the group."""
-        # Other code may use ``gradient``, so the sum is computed in a copy, in fp32,
-        # and rounded once.
+        # Other code may use ``gradient``, so the sum is computed in a copy, in fp32.
+        # Autograd rounds it once, to the parameter's dtype.
         wide = torch.promote_types(gradient.dtype, torch.float32)
         total = gradient.to(wide, copy=True, memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=ctx.group)
-        return total.to(gradient.dtype), None
+        return total, None
 
 
 def with_summed_gradient(parameter: Tensor, group: dist.ProcessGroup | None) -> Tensor:

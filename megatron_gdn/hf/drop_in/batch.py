@@ -474,7 +474,7 @@ def context_parallel_share(
             share[name] = value
         elif value.shape[:2] == (rows, tokens):
             share[name] = value[:, own_indices.to(value.device)]
-        elif value.dim() == 3 and value.shape[1:] == (rows, tokens):
+        elif value.shape[1:] == (rows, tokens):
             share[name] = value[..., own_indices.to(value.device)]
         else:
             raise ValueError(
