@@ -155,7 +155,9 @@ class _NoAngles(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.register_buffer("angles", torch.empty(1, 1, 1, 0), persistent=False)
+        self.register_buffer(
+            "angles", torch.empty(1, 1, 1, 0, dtype=torch.float32), persistent=False
+        )
 
     def get_rotary_seq_len(
         self,

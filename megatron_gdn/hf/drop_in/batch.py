@@ -275,9 +275,8 @@ def _require_one_batch(
     compared["numbers of offsets"] = len(offsets)
     compared["offsets"] = zlib.crc32(offsets)  # a checksum of all offsets
     # [cp, number of compared values]
-    of_ranks = _gather_to_host(
-        torch.tensor(list(compared.values()), device="cpu"), share
-    )
+    own = torch.tensor(list(compared.values()), dtype=torch.int64, device="cpu")
+    of_ranks = _gather_to_host(own, share)
     differs = (of_ranks != of_ranks[0]).any(0).tolist()
     if any(differs):
         raise ValueError(

@@ -98,7 +98,8 @@ class PackingCollator:
 
         def one_row(lists: Iterable[Iterable[int]]) -> Tensor:
             """The numbers of all ``lists``, joined to one row ``[1, tokens]``."""
-            return torch.tensor(list(chain.from_iterable(lists)), device="cpu")[None]
+            numbers = list(chain.from_iterable(lists))
+            return torch.tensor(numbers, dtype=torch.int64, device="cpu")[None]
 
         offsets = torch.tensor(
             list(accumulate(lengths, initial=0)), dtype=torch.int32, device="cpu"
