@@ -57,7 +57,6 @@ class HalfBackward(RuleBackward):
         self._scaled_d_o, self._powers, self._inverse_powers = scaling.to_half(
             d_o, self._key_heads, LOG2_BOUND_OF_D_O
         )
-        del d_o  # frees d_o's memory if the caller keeps no reference
         self._backward = rule.rule.begin_backward(
             self._scaled_d_o, inputs, saved, documents
         )

@@ -1,5 +1,6 @@
 """FlashQLA's rule around stand-ins of its kernels: what goes where, on a CPU."""
 
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 
 from megatron_gdn.gdn import api
 from megatron_gdn.gdn.flash_qla import rule as flash_qla
+from megatron_gdn.gdn.flash_qla.states import SavedTensors
 from megatron_gdn.gdn.half import HalfOperands
 from megatron_gdn.gdn.rule import RuleInputs
 from megatron_gdn.ops.delta_rule.fla import segments_of
@@ -201,6 +203,30 @@ def test_gradients_after_a_forward_from_zero_flow_through_both_ends(rule):
         d_initial = backward.d_initial() + oracle.through().mT @ d_final
         close(d_initial, oracle.backward(d_o, None, d_final)[1])
         check([o, *states.by_key_head(backward.run(None, d_final), HEADS[0])], exact)
+
+
+@of({"cut": KINDS["cut"]})
+def test_what_the_backwards_kernel_does_not_read_is_freed_before_it(rule, monkeypatch):
+    inputs, d_o = random_inputs(sum(LENGTHS))
+    documents = states.documents_of(LENGTHS)
+    initial, d_final = random_states(len(LENGTHS))
+    stand_in = flash_qla.kernels()
+    kernel = stand_in.fused_gdr_bwd
+
+    def watched(**given):
+        alive.update(name for name, ref in kept.items() if ref() is not None)
+        return kernel(**given)
+
+    monkeypatch.setattr(stand_in, "fused_gdr_bwd", watched)
+    alive = set()
+    saved = rule.begin(inputs, documents).run(initial).saved
+    named = SavedTensors(*saved.tensors)._asdict()
+    kept = {name: weakref.ref(x) for name, x in named.items() if x is not None}
+    assert {"through", "chunks_after_S_in"} < kept.keys()
+    backward = states.backward_of(rule, inputs, d_o, saved, documents)
+    del saved, named
+    backward.run(initial, d_final)
+    assert alive == {"g_sum", "A", "states_in"}
 
 
 def recompute(rule, inputs, d_o, documents=None, initial=None, map_first=False):

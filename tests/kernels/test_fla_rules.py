@@ -108,8 +108,8 @@ def gdn2(rows, tokens, gates, G=H):
     return inputs, torch.randn(rows, tokens, H, V)
 
 
-def ssd(rows, tokens, per_channel_D):
-    return random_inputs(tokens, rows, torch.float32, per_channel_D, G=1, H=H, K=K, V=V)
+def ssd(rows, tokens, per_channel_D, G):
+    return random_inputs(tokens, rows, torch.float32, per_channel_D, G=G, H=H, K=K, V=V)
 
 
 DOCUMENTS = (1, 64, 0, 65)
@@ -127,8 +127,14 @@ CASES = {
         DOCUMENTS,
         True,
     ),
-    "Mamba2, rows": (FlaSSD(), PlainSSD(), (ssd, 2, 65, False), None, False),
-    "Mamba2, documents": (FlaSSD(), PlainSSD(), (ssd, 1, 130, True), DOCUMENTS, True),
+    "Mamba2, rows": (FlaSSD(), PlainSSD(), (ssd, 2, 65, False, H), None, False),
+    "Mamba2, documents": (
+        FlaSSD(),
+        PlainSSD(),
+        (ssd, 1, 130, True, 1),
+        DOCUMENTS,
+        True,
+    ),
 }
 
 

@@ -2,6 +2,7 @@
 only where a test saw bits repeat."""
 
 import threading
+import weakref
 
 import pytest
 import torch
@@ -188,13 +189,16 @@ class Listening(FlaRule):
         super().__init__(bits)
         self.tuned = tuned
         self.fixed = {}
+        self.products = []
 
     def note(self, method):
         self.fixed[method] = {len(of) for of in lists(self.tuned)} == {1}
 
     def chunk_products(self, x):
         self.note("chunk_products")
-        return ChunkProducts({}, (x.inputs.k,))
+        made = x.inputs.k.clone()
+        self.products.append(weakref.ref(made))
+        return ChunkProducts({}, (made,))
 
     def pass_states(self, x, made, initial, final):
         self.note("pass_states")
@@ -222,8 +226,9 @@ def test_a_rule_runs_each_method_in_its_configurations(tuned, bits):
     rule = Listening(bits, tuned)
     rule.begin(inputs, None).state_map()
     _, last, saved = rule.begin(inputs, None).run()
-    assert last is LAST and saved.tensors[0] is x
-    assert not rule.begin(inputs, None).run(keep=False).saved.tensors
+    assert last is LAST and saved.tensors[0] is rule.products[-1]()
+    forward = rule.begin(inputs, None)
+    assert not forward.run(keep=False).saved.tensors and rule.products[-1]() is None
     backward = rule.begin_backward(x, inputs, saved, None)
     backward.d_initial()
     backward.run()

@@ -1,6 +1,7 @@
 """The front and the rule run again in the backward: the same bits, and what is then
 kept."""
 
+import weakref
 from pathlib import Path
 
 import pytest
@@ -99,6 +100,24 @@ def test_fp16_operands_are_run_again_within_them():
     assert_equal(
         gradients(mixed_by(rule, leaves, SIZES, recompute_rule=True), leaves), usual
     )
+
+
+def test_what_fills_an_output_again_is_freed_after_it():
+    """Though the loss, and with it the graph's last tensor, is kept."""
+
+    def refill(out):
+        out.fill_(2)
+
+    output = torch.ones(3, requires_grad=True).exp()
+    refilled = RefilledOutput()
+    refilled.remember(output, refill)
+    out = output.square()
+    refilled.drop_until_backward_of(out)
+    waits = weakref.ref(refill)
+    del refill, refilled
+    assert waits() is not None
+    out.sum().backward()
+    assert waits() is None and output.tolist() == [2] * 3
 
 
 @pytest.mark.parametrize("needs", [0, 4], ids=["rows", "dt_bias alone"])

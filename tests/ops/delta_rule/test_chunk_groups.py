@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_gdn.ops import recurrent_gated_delta_rule
 from megatron_gdn.ops import torch_chunk_gated_delta_rule as chunk_rule
-from megatron_gdn.ops.delta_rule import triangular
+from megatron_gdn.ops.delta_rule import plain, triangular
 from megatron_gdn.ops.delta_rule.base import RuleInputs
 from megatron_gdn.ops.delta_rule.chunk_math import (
     ChunkValues,
@@ -22,6 +22,7 @@ from megatron_gdn.ops.rules import chunk_table
 from megatron_gdn.ops.static_documents import StaticDocuments
 from megatron_gdn.ops.switches import full_fp32_matmul
 from tests import filled_memory
+from tests.live_tensors import LiveBytes
 
 from .states import backward_of, documents_of
 from .test_gated_delta_rule import (
@@ -74,6 +75,31 @@ def test_the_state_that_leaves_a_group_keeps_no_other_in_memory(fixed, back):
     passed = group.pass_states(through, states, None, torch.ones(N, 2, 3, 4), back)
     carried = passed.carried_state
     assert carried.untyped_storage().nbytes() == carried.nbytes == 2 * 3 * 4 * 4
+
+
+@pytest.mark.parametrize("back", [False, True], ids=["forward", "backward"])
+def test_a_group_begins_when_the_one_before_is_freed(as_on_a_gpu, monkeypatch, back):
+    """But the states that it passes on, of fewer bytes than its output."""
+    q, k, v, g, beta = make_inputs(1, 6 * 64, 2, 2, 4, 8, 1.0, 1, torch.float32)[:5]
+    inputs = RuleInputs(q, k, v, g, beta)
+    held = []
+    run_group = plain.run_group
+
+    def watched(*args, **kwargs):
+        held.append(live.now)
+        return run_group(*args, **kwargs)
+
+    rule = PlainRule()
+    saved = rule.begin(inputs, None).run().saved
+    monkeypatch.setattr(plain, "run_group", watched)
+    with LiveBytes() as live:
+        if back:
+            rule.begin_backward(torch.randn_like(v), inputs, saved, None).run()
+        else:
+            rule.begin(inputs, None).run()
+    held = held[-3:]  # a backward passes states through the groups first
+    of_group = v.nbytes // 3
+    assert max(held) - min(held) < of_group, held
 
 
 class Launches(TorchDispatchMode):
