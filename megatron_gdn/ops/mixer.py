@@ -325,7 +325,9 @@ def _backward(
         _SavedTensors.from_flat(saved, values.list_lengths)
     )
     saved.clear()
-    if context.documents is not None and stamp is not None and values.stamp is not None:
+    if context.documents is not None:
+        assert stamp is not None
+        assert values.stamp is not None
         context.documents.require_unchanged(values.stamp, stamp)
     front_parameters = parameters[:-1]
     gamma = parameters[-1]
@@ -366,7 +368,8 @@ def _backward(
     d_parameters = front.backward(
         rows, front_parameters, grads, d_rows, context.documents, history
     )
-    if context.history is not None and history is not None:
+    if context.history is not None:
+        assert history is not None
         assert history.d_rows is not None
         returned = context.history.give_back(history.d_rows)
         add_returned(d_rows[..., front.layout.conv_columns], returned, history.table)

@@ -56,8 +56,9 @@ class RefilledOutput:
         example, an exchange of heads. A refill then computes x again and sends x."""
         unsent = self._output
         refill = self._refill
-        if unsent is None or refill is None:  # no tokens
+        if unsent is None:  # no tokens
             return
+        assert refill is not None
         shape = unsent.shape
 
         def refill_and_send(out: Tensor) -> None:
@@ -79,13 +80,9 @@ class RefilledOutput:
         output = self._output
         refill = self._refill
         self._output = self._refill = None
-        if (
-            output is None
-            or refill is None
-            or not out.requires_grad
-            or saved_tensors_are_hooked()
-        ):
+        if output is None or not out.requires_grad or saved_tensors_are_hooked():
             return
+        assert refill is not None
         storage = output.untyped_storage()
         size = storage.nbytes()
 

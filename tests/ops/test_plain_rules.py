@@ -381,6 +381,7 @@ class Saving(PlainRule):
     def __init__(self):
         super().__init__()
         self.given_back = []  # the documents of each backward
+        self.kept = []  # whether each forward kept tensors
 
     @staticmethod
     def saved(inputs, documents):
@@ -391,6 +392,7 @@ class Saving(PlainRule):
         run, saved = begun.run, self.saved(inputs, documents)
 
         def run_and_save(initial=None, *, keep=True, final=False):
+            self.kept.append(keep)
             made = run(initial, keep=keep, final=final)
             return made._replace(saved=saved) if keep else made
 
@@ -417,3 +419,5 @@ def test_a_wrapped_rule_gets_back_what_it_saved():
         backward_of(rule, inputs, o, saved, documents).run()
         assert rule.rule.given_back == of_inside
         assert not rule.begin(inputs, documents).run(keep=False).saved.tensors
+        runs = len(of_inside)
+        assert rule.rule.kept == [True] * runs + [False] * runs

@@ -40,6 +40,7 @@ def test_a_key_tells_apart_what_triton_compiles_apart():
     assert len(set(keys)) == len(several)
     pointers, key = pointers_and_key((At(320), At(16)))
     assert pointers == [320, 16] and key == keys[0], "other addresses, the same kernel"
+    assert len(key) == 2, "without alignments, since both tensors are aligned"
     assert pointers_and_key((At(32), None))[0] == [32, None]
 
 

@@ -474,6 +474,8 @@ def test_a_callers_own_ctx_is_no_checkpoint(own):
 def test_fixed_buffers_made_in_an_evaluation_are_filled_in_training():
     with torch.inference_mode():
         documents = StaticDocuments(12, 3)
+        documents.fill([0, 12])
+    assert not documents.stamp.is_inference()  # autograd saves it
     documents.fill([0, 5, 12])
     assert documents.boundaries.tolist() == [0, 5, 12, 12]
 

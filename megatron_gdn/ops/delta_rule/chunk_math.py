@@ -114,8 +114,9 @@ def run_group(
         group,
         pass_states,
     )
-    if products.P is None or products.q_in is None:
+    if products.P is None:
         return None, carried, final
+    assert products.q_in is not None
     o = torch.baddbmm(torch.bmm(products.q_in, S), products.P, y)
     if x.skip is not None:
         o = o + x.skip

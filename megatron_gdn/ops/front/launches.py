@@ -228,7 +228,8 @@ class TritonFront(Front):
             partial,
             d_lead,
         )
-        if history is not None and d_lead is not None:
+        if d_lead is not None:
+            assert history is not None
             lead_in_backward(history, weight, d_lead, partial[rows_of_tiles:])
         # ``partial`` has the columns of weight, bias, A_log and dt_bias, in this order.
         d_parameters = [
