@@ -218,10 +218,7 @@ def _describes_tensor(entry: object) -> bool:
     """Whether ``entry`` describes a tensor: its size, properties and chunks."""
     if not isinstance(entry, TensorStorageMetadata) or not _is_legal_size(entry.size):
         return False
-    if hasattr(entry.properties, "__dict__"):
-        properties = vars(entry.properties)
-    else:
-        properties = {}
+    properties = getattr(entry.properties, "__dict__", {})
     if (
         not isinstance(properties.get("dtype"), torch.dtype)
         or not properties.keys() <= _TENSOR_PROPERTIES

@@ -258,8 +258,6 @@ def _load_checkpoint(source: str | Path, like: str | Path) -> Any:
                 stored_key for stored_key in stored if stored_key.startswith(key)
             )
         entry.data = torch.empty_like(entry.data, dtype=cast(Any, stored[key]).dtype)
-        if isinstance(entry, mapping.ShardedTensor):
-            entry.dtype = entry.data.dtype
     with untrusted_checkpoint(), _one_line_errors(lambda: _describe_damage(folder)):
         loaded = dist_checkpointing.load(state, str(folder))
     # strict=False: ``loaded`` lacks the _extra_state keys. assign=True: the parameters

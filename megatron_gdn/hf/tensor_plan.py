@@ -93,8 +93,6 @@ def _require_config_fits_files(
         dims = config.kda
         out_shape = (hidden, dims.v_dim)
         _require_shape(f"{prefix}o_proj.weight", out_shape, specs, model_text)
-        conv_shape = (dims.qk_dim, 1, dims.conv_kernel_dim)
-        _require_shape(f"{prefix}q_conv1d.weight", conv_shape, specs, model_text)
     if "G" in mixers:
         prefix = f"{text_prefix}layers.{mixers.index('G')}.linear_attn."
         dims = config.gdn

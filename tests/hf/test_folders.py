@@ -7,13 +7,21 @@ import json
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_gdn.hf import export_folder, folders, import_folder, read_hf_config
+from megatron_gdn.hf import (
+    export_folder,
+    folders,
+    import_folder,
+    megatron_model,
+    read_hf_config,
+    save_hf_weights,
+)
 from megatron_gdn.hf.__main__ import main
 from megatron_gdn.hf.safetensors_files import SafetensorsFolder
 from megatron_gdn.hf.tensor_plan import and_others, plan_tensors
@@ -223,7 +231,11 @@ def keep_an_old_copy(folder):
 TENSORS = {
     "missing key": (
         lambda tensors: tensors.pop(A_LOG),
-        r"missing key 'model.layers.0.*A_log'",
+        r"missing key 'model.layers.0.*A_log': a Qwen",
+    ),
+    "missing keys": (
+        lambda tensors: [tensors.pop(key) for key in sorted(tensors) if ".mlp." in key],
+        r"missing key 'model.layers.0.mlp.*' \(and \d more\): a Qwen",
     ),
     "wrong shape": (
         lambda tensors: tensors.update({A_LOG: tensors[A_LOG][:3].clone()}),
@@ -234,6 +246,10 @@ TENSORS = {
             {A_LOG.replace("A_log", "my_A_log"): torch.ones(2)}
         ),
         r"unknown key '.*my_A_log'",
+    ),
+    "unsigned": (
+        cast_to(torch.uint32),
+        r"A_log in .*\.safetensors has dtype U32; known: F64, .* Convert the folder",
     ),
     "fp8": (cast_to(torch.float8_e4m3fn), r"A_log is FP8 \(F8_E4M3, no scales\)"),
     "int8": (
@@ -345,6 +361,29 @@ def test_a_target_that_exists_is_not_touched(copy, tmp_path, refused):
     (target / "precious").write_text("data")
     assert f"{target} exists; remove it" in refused("import", copy, target)
     assert (target / "precious").read_text() == "data"
+
+
+@pytest.mark.parametrize(
+    "export",
+    [
+        lambda target, none: export_folder(none, target, like=none),
+        lambda target, none: save_hf_weights(None, target, like=none),
+    ],
+    ids=["checkpoint", "model"],
+)
+def test_an_export_looks_at_its_target_before_anything_else(
+    tmp_path, export, monkeypatch
+):
+    """Before it reads a large file, and on every rank, also on those that write none."""
+    monkeypatch.setattr(megatron_model, "_parallel_size", lambda kind: 1)
+    monkeypatch.setattr(megatron_model.parallel_state, "get_data_parallel_rank", _zero)
+    (tmp_path / "precious").touch()
+    with pytest.raises(FileExistsError, match="exists; remove it"):
+        export(tmp_path, tmp_path / "none")
+
+
+def _zero(**_) -> int:
+    return 0
 
 
 def test_a_target_that_cannot_be_made_is_named(copy, tmp_path, refused):
@@ -464,6 +503,13 @@ def test_a_disk_that_is_full_during_an_import_is_named(
     assert f"{tmp_path / 'imported'} cannot be written: [Errno 28] No space" in said
     assert said.count("\n") == 1
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_a_runs_argument_of_norms_is_true_or_false():
+    common = {"args": SimpleNamespace(layernorm_zero_centered_gamma="no")}
+    config = SimpleNamespace(stores_gains_minus_1=True)
+    with pytest.raises(ValueError, match="gamma='no'; legal are True and False"):
+        folders._stores_zero_centred_gains(common, config, Path("folder"))
 
 
 @pytest.mark.parametrize(

@@ -233,3 +233,8 @@ def test_a_file_in_fp64_is_read_but_for_parameters_that_are_fp32():
     for tensor in (weight, gate):
         with pytest.raises(ValueError, match="float8_e4m3fn"):
             tensor.check_dtype(torch.float8_e4m3fn, "file", may_round=True)
+
+
+def test_sizes_of_another_layer_are_refused():
+    with pytest.raises(TypeError, match="dims is a int; give the sizes.* GDNDims"):
+        layer_to_hf([{}], 5)

@@ -90,6 +90,17 @@ def test_rotary_settings_old_and_new():
         ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope_type='yarn'"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type='linear'"),
         ({"attn_output_gate": False}, "attn_output_gate=false"),
+        (
+            {
+                "rope_parameters": {"rope_theta": 5.0},
+                "rope_scaling": {"rope_theta": 6.0},
+            },
+            "rope_parameters=.* and rope_scaling=.* are one setting; give one",
+        ),
+        (
+            {"rope_parameters": {"rope_theta": 5.0}, "rope_theta": 6.0},
+            "rope_theta=6.0, and rope_parameters has rope_theta=5.0; give one value",
+        ),
     ],
 )
 def test_a_setting_that_the_built_model_would_lack_is_refused(setting, message):
@@ -164,3 +175,21 @@ def test_a_load_names_what_it_rounds(monkeypatch, caplog):
     )
     told = "2 parameters have a narrower dtype than their file and were rounded"
     assert f"{told}, the first b." in caplog.text
+
+
+@pytest.mark.parametrize("split", ["pipeline_model", "expert_model", "expert_tensor"])
+def test_a_model_whose_layers_or_experts_are_elsewhere_is_not_saved(split, monkeypatch):
+    monkeypatch.setattr(
+        megatron_model, "_parallel_size", lambda kind: 2 if kind == split else 1
+    )
+    with pytest.raises(NotImplementedError, match=f"{split}_parallel_size=2"):
+        megatron_model.save_hf_weights(nn.Module(), "folder", like="source")
+
+
+def test_parameters_that_the_files_do_not_fill_are_named(monkeypatch):
+    monkeypatch.setattr(megatron_model, "_parallel_size", lambda kind: 1)
+    plan = SimpleNamespace(maps=[])
+    with pytest.raises(
+        ValueError, match=r"no tensor for a \(and 1 more\) of the model"
+    ):
+        megatron_model._match_maps_to_parameters(plan, dict.fromkeys("ab"), None)

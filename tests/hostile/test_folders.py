@@ -372,6 +372,12 @@ def test_an_error_leaves_an_empty_folder_as_it_was(copy, tmp_path):
     assert names_of(target) == []
 
 
+def test_an_error_is_told_also_if_the_scratch_folder_cannot_be_deleted(tmp_path):
+    with pytest.raises(ValueError, match="first"), new_folder(tmp_path / "x") as folder:
+        folder.rmdir()
+        raise ValueError("first")
+
+
 def test_what_was_written_is_kept_when_the_target_cannot_be_made(tmp_path, monkeypatch):
     target = tmp_path / "back"
 

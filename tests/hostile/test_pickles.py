@@ -12,7 +12,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+)
 
 from megatron_gdn.fp32_masters import load_fp32_masters
 from megatron_gdn.hf import import_folder
@@ -217,6 +220,9 @@ def strange(metadata) -> dict:
     own."""
     tensor = metadata.state_dict_metadata[EMBEDDING]
     [index, info] = next(iter(metadata.storage_data.items()))
+    other = BytesStorageMetadata()  # of a legal class, with the fields of a place
+    vars(other).update(vars(info))
+    part = ChunkStorageMetadata.__new__(ChunkStorageMetadata)  # without its fields
     return {
         "no table": lambda: setattr(metadata, "state_dict_metadata", None),
         "no places": lambda: setattr(metadata, "storage_data", [1]),
@@ -225,11 +231,13 @@ def strange(metadata) -> dict:
         "a size": lambda: setattr(tensor, "size", (67, 24)),
         "a size below 0": lambda: setattr(tensor, "size", torch.Size((-1, 24))),
         "a dtype": lambda: setattr(tensor.properties, "dtype", "bfloat16"),
+        "properties": lambda: setattr(tensor, "properties", 5),
         "a property": lambda: setattr(
             metadata, "state_dict_metadata", {EMBEDDING: index}
         ),
         "parts": lambda: setattr(tensor, "chunks", None),
         "a part": lambda: setattr(tensor.chunks[0], "offsets", torch.Size((5, 5))),
+        "a part without fields": lambda: setattr(tensor, "chunks", [part]),
         "a part's dims": lambda: setattr(tensor.chunks[0], "sizes", torch.Size((5,))),
         "an offset": lambda: metadata.storage_data.update(
             {index: replace(info, offset="x")}
@@ -237,6 +245,7 @@ def strange(metadata) -> dict:
         "a length": lambda: metadata.storage_data.update(
             {index: replace(info, length=-1)}
         ),
+        "a place": lambda: metadata.storage_data.update({index: other}),
         "an index": lambda: metadata.storage_data.update({"x": info}),
     }
 
@@ -249,12 +258,15 @@ STRANGE = [
     "a size",
     "a size below 0",
     "a dtype",
+    "properties",
     "a property",
     "parts",
     "a part",
+    "a part without fields",
     "a part's dims",
     "an offset",
     "a length",
+    "a place",
     "an index",
 ]
 

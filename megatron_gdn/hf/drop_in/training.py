@@ -281,12 +281,8 @@ class ContextParallelTrainerMixin(Trainer):
         group = self._cp_group
         if group is None:
             return loader
-        sampler = getattr(loader, "batch_sampler", None)
-        if (
-            sampler is None
-            or not hasattr(sampler, "process_index")
-            or sampler.split_batches
-        ):
+        sampler: Any = getattr(loader, "batch_sampler", None)
+        if not hasattr(sampler, "process_index") or sampler.split_batches:
             raise ValueError(
                 f"a {type(loader.dataset).__name__} read by a {type(loader).__name__} "
                 "is dealt to processes in a way that context-parallel ranks cannot "

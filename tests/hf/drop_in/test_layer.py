@@ -193,6 +193,18 @@ def test_undo_gives_back_the_classes_dtypes_and_parameters(fresh, family):
     assert torch.equal(model(tokens).logits, before(tokens).logits)
 
 
+def test_a_patch_under_a_wrapper_is_not_undone(fresh):
+    model = fresh(DENSE)
+    patched = patch(model)
+    layer = mixer_of(model)
+    patched_class = type(layer)
+    layer.__class__ = type("FSDPLayer", (patched_class,), {})  # as `fully_shard` does
+    with pytest.raises(RuntimeError, match="linear_attn has become a FSDPLayer since"):
+        patched.undo()
+    layer.__class__ = patched_class
+    patched.undo()
+
+
 def test_what_cannot_be_replaced_is_refused(fresh):
     with pytest.raises(ValueError, match="Linear has no linear-attention modules"):
         patch(torch.nn.Linear(2, 2))

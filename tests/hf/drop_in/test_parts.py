@@ -8,8 +8,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
-from megatron_gdn.hf import packing_reach, plain_functions_on_cpu
+from megatron_gdn.hf import (
+    ContextParallelTrainerMixin,
+    assert_no_packing_leak,
+    packing_reach,
+    plain_functions_on_cpu,
+)
 from megatron_gdn.hf.drop_in.families import (
     _KERNEL_FUNCTION_NAMES,
     _call_by_device,
@@ -17,6 +23,7 @@ from megatron_gdn.hf.drop_in.families import (
 )
 from megatron_gdn.hf.drop_in.gates import HOLDER_NAME, GateOwner
 from megatron_gdn.hf.drop_in.layer import _DropInState
+from megatron_gdn.hf.drop_in.training import PackingLeak
 from tests.hf.drop_in.conftest import DENSE, mixer_of
 
 
@@ -107,3 +114,88 @@ def test_leaks_are_measured_on_a_cpu_whatever_kernels_transformers_chose(
             monkeypatch.setattr(modeling, name, kernel)
     packing_reach(mixer)
     assert refused == []
+
+
+def test_a_leak_names_the_documents_and_how_much_they_change(fresh):
+    """transformers' own model on a CPU."""
+    with pytest.raises(PackingLeak, match=r"\n  document 0 changes document 1 by \d"):
+        assert_no_packing_leak(mixer_of(fresh(DENSE)), (3, 4))
+
+
+class StandIn(ContextParallelTrainerMixin):
+    """The mixin over ranks, with what it reads of transformers' Trainer."""
+
+    _cp_group = object()
+    args = SimpleNamespace(label_smoothing_factor=0.0)
+    compute_loss_func = None
+    model_accepts_loss_kwargs = True
+    model = nn.Linear(2, 2)
+
+    def _drop_in_options(self):
+        return None
+
+
+def train(trainer, *names: str):
+    return trainer.compute_loss(trainer.model, dict.fromkeys(names))
+
+
+@pytest.mark.parametrize(
+    ("changes", "call", "error", "said"),
+    [
+        (
+            {"args": SimpleNamespace(label_smoothing_factor=0.1)},
+            train,
+            ValueError,
+            "^label_smoothing_factor with context parallelism",
+        ),
+        (
+            {"compute_loss_func": print},
+            train,
+            ValueError,
+            "^compute_loss_func with context parallelism",
+        ),
+        (
+            {"model_accepts_loss_kwargs": False},
+            train,
+            ValueError,
+            "Linear has accepts_loss_kwargs=False",
+        ),
+        (
+            {},
+            lambda trainer: train(trainer, "input_ids", "labels"),
+            ValueError,
+            "the batch has input_ids, labels and no shift_labels",
+        ),
+        (
+            {},
+            lambda trainer: train(trainer, "shift_labels"),
+            RuntimeError,
+            r"runs Linear unwrapped.* evaluate\(\) ran before train",
+        ),
+        (
+            {},
+            lambda trainer: trainer.prediction_step(None, {}, False),
+            NotImplementedError,
+            "Evaluate the loss",
+        ),
+        (
+            {},
+            lambda trainer: ContextParallelTrainerMixin._drop_in_options(trainer),
+            ValueError,
+            "Linear has no replaced modules; call megatron_gdn.hf.patch",
+        ),
+        (
+            {},
+            lambda trainer: trainer._share_batches_in_group(DataLoader([1, 2])),
+            ValueError,
+            "a list read by a DataLoader is dealt to processes",
+        ),
+    ],
+)
+def test_a_trainer_over_ranks_refuses_what_would_train_on_something_else(
+    changes, call, error, said
+):
+    trainer = StandIn()
+    vars(trainer).update(changes)
+    with pytest.raises(error, match=said):
+        call(trainer)
