@@ -20,7 +20,12 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 
-from megatron_gdn.compat.checkpoints import slice_without_padding, store_empty_shares
+from megatron_gdn.compat import checkpoints
+from megatron_gdn.compat.checkpoints import (
+    make_states_to_load,
+    slice_without_padding,
+    store_empty_shares,
+)
 from megatron_gdn.compat.mixed_dtype_optimizers import (
     repair_mixed_dtype_optimizers,
     restore_mixed_dtype_optimizers,
@@ -127,10 +132,17 @@ def _unrelated_failure(optimizer) -> None:
 @on_ranks(tp=2)
 def test_saving_a_bf16_model_with_fp32_parameters(kind, remedied):
     training = stepped(kind, remedied, tp=2)
-    with remedy(remedied):
+    said = []
+
+    def log(line, *_) -> None:
+        said.append(line)
+
+    with remedy(remedied), patch.object(checkpoints, "log_once", log):
         outcome = raised(lambda: sharded_state(training))
     if remedied:
         assert outcome is None, outcome
+        told = any("fp32 parameters were added" in line for line in said)
+        assert told is (kind == FLOAT16)
     else:
         assert str(outcome).startswith(WITHOUT[kind]), outcome
 
@@ -336,8 +348,10 @@ def test_only_a_load_gets_copies_of_fp32_parameters(is_loading):
 
 
 @pytest.mark.parametrize("cut", [_cut_without_padding, _cut_by_the_map])
-def test_an_optimizer_gets_states_without_padding(cut):
+def test_an_optimizer_gets_states_without_padding(cut, monkeypatch):
     """Also one that Megatron has repaired."""
+    said = []
+    monkeypatch.setattr(checkpoints, "log_once", said.append)
     saved = partial(slice_without_padding, cut)
     kind = (torch.float32, torch.float32)
     sizes = {"a": (0, 3, 0), "b": (128, 130, 1), "c": (256, 257, 2)}
@@ -357,6 +371,47 @@ def test_an_optimizer_gets_states_without_padding(cut):
         for state in saved(optimizer, {}, metadata={}).values()
     ]
     assert found == [[0.0, 1.0, 2.0], [3.0, 4.0], [5.0]], found
+    assert "in a buffer of several buckets were corrected" in "".join(said)
+
+
+def test_a_share_without_parameters_is_saved_as_padding(monkeypatch):
+    """The second rank's share of eight elements, of which two are padding."""
+    said = []
+    monkeypatch.setattr(checkpoints, "log_once", said.append)
+    bucket = SimpleNamespace(grad_data=torch.zeros(8), numel_unpadded=6)
+    optimizer = SimpleNamespace(
+        gbuf_ranges=[{"bf16": [{"param_map": {}}]}],
+        buffers=[SimpleNamespace(buckets=[bucket])],
+        data_parallel_group=SimpleNamespace(size=lambda: 2, rank=lambda: 1),
+        optimizer_state_keys=["exp_avg"],
+        get_parameter_state_dp_reshardable=lambda: [{"bf16": [[]]}],
+    )
+
+    def save(optimizer):
+        state = optimizer.get_parameter_state_dp_reshardable()
+        assert state[0]["bf16"][0], "empty bucket encountered"
+        return state
+
+    ((entry,),) = store_empty_shares(save, optimizer)[0]["bf16"]
+    for name in ("param", "exp_avg"):
+        assert entry.pop(name).tolist() == [0, 0]
+    assert entry == {"gbuf_local_start": 0, "gbuf_local_end": 2, "padding": True}
+    assert "holds no parameter was added" in "".join(said)
+
+
+def test_a_save_makes_no_states_and_a_load_makes_them():
+    made = []
+    member = SimpleNamespace(
+        is_stub_optimizer=False,
+        optimizer=SimpleNamespace(state={}),
+        config="config",
+        init_state_fn=lambda *given: made.append(given),
+    )
+    stub = SimpleNamespace(is_stub_optimizer=True)
+    chained = SimpleNamespace(chained_optimizers=[member, stub])
+    assert make_states_to_load(id, chained) == id(chained) and made == []
+    assert make_states_to_load(id, chained, is_loading=True) == id(chained)
+    assert made == [(member.optimizer, "config")]
 
 
 @pytest.mark.parametrize("fails", [False, True])
