@@ -47,11 +47,7 @@ class PlainGDN2(PlainRule):
         """The values for :func:`.chunk_math.run_group`; ``chunks`` are the inputs'
         chunks ``[n heads, C, ...]``."""
         q, k, v, g, b, w = chunks
-        if self.scale is None:
-            scale = k.shape[-1] ** -0.5
-        else:
-            scale = self.scale
-        return ChunkValues(q * scale, k, b * k, w * v, g)
+        return ChunkValues(self.scaled(q), k, b * k, w * v, g)
 
 
 class FlaGDN2(FlaChannelRule):

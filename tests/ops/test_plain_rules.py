@@ -335,6 +335,15 @@ def test_documents_in_fixed_buffers_equal_the_others(kind, gates):
         close(name, found[name], x)
 
 
+@pytest.mark.parametrize("kind", [DELTA, KDA, GDN2], ids=["delta", "KDA", "GDN-2"])
+def test_a_given_scale_stands_for_one_over_the_root_of_the_key_dim(kind):
+    inputs = kind.inputs("unequal" if kind is not DELTA else 1.0, 1, 70)
+    rule = type(kind.rule)
+    o = rule().begin(inputs, None).run().o
+    doubled = rule(scale=2 * K**-0.5).begin(inputs, None).run().o
+    close("output", doubled, 2 * o)
+
+
 def test_a_token_of_gdn2_that_is_not_finite_reaches_no_earlier_output():
     inputs = gdn2.random_inputs("usual", 1, 70)
     o = PlainGDN2().begin(inputs, None).run().o

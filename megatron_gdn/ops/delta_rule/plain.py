@@ -300,8 +300,10 @@ class PlainRule(Rule):
         ``chunks`` are the inputs' chunks ``[n heads, C, ...]``.
         """
         q, k, v, g, beta = chunks
+        return ChunkValues(self.scaled(q), k, k, beta[..., None] * v, g, beta)
+
+    def scaled(self, q: Tensor) -> Tensor:
+        """``q [..., K]`` times the factor of the output."""
         if self.scale is None:
-            scale = k.shape[-1] ** -0.5
-        else:
-            scale = self.scale
-        return ChunkValues(q * scale, k, k, beta[..., None] * v, g, beta)
+            return q * q.shape[-1] ** -0.5
+        return q * self.scale
