@@ -272,7 +272,7 @@ def dequantised(tensor: Tensor) -> Tensor:
 def bits_of(tensor: Tensor) -> Tensor:
     """The bits of floats as integers, so that NaN and -0 can be compared."""
     sizes = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return tensor.contiguous().view(sizes[tensor.element_size()])
+    return tensor.view(sizes[tensor.element_size()])
 
 
 def conv_map(

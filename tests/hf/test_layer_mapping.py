@@ -13,7 +13,7 @@ from megatron_gdn.kda.hf import KDAFamily
 from megatron_gdn.kda.sizes import KDADims
 from megatron_gdn.mamba2.hf import mamba2_layer_maps
 from megatron_gdn.mamba2.sizes import Mamba2Dims
-from megatron_gdn.mixers.tensor_map import TensorMap
+from megatron_gdn.mixers.tensor_map import TensorMap, bits_of
 from tests.gdn_mixer import gdn_dims
 
 BF16 = torch.bfloat16
@@ -238,3 +238,14 @@ def test_a_file_in_fp64_is_read_but_for_parameters_that_are_fp32():
 def test_sizes_of_another_layer_are_refused():
     with pytest.raises(TypeError, match="dims is a int; give the sizes.* GDNDims"):
         layer_to_hf([{}], 5)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float8_e4m3fn, BF16, torch.float16, F32, torch.float64]
+)
+def test_bits_are_one_integer_per_element(dtype):
+    """NaN is equal to itself, and -0 is not 0."""
+    x = torch.tensor([[0.0, -0.0, float("nan")], [1, 2, 3]]).to(dtype).T
+    bits = bits_of(x)
+    assert bits.shape == x.shape and not bits.is_floating_point()
+    assert torch.equal(bits, bits_of(x.clone())) and bits[0, 0] != bits[1, 0]
