@@ -353,9 +353,9 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
             else:
                 rows = self.project(hidden_states)
         if context is not None:
-            return self.out_proj(
-                generate(self, rows, context, attention_mask, packed_seq_params)
-            )
+            mixed = generate(self, rows, context, attention_mask, packed_seq_params)
+            with nvtx_range_of(self, "out_proj"):
+                return self.out_proj(mixed)
         batch = self.micro_batches.of(packed_seq_params, rows, cp_group)
         # An exchange, or a rule in batch_invariant_mode, needs all columns in one
         # tensor.

@@ -1,5 +1,6 @@
 """What each mixer declares: its parameters, sections, gates, states, rules and marks."""
 
+import inspect
 import os
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 from megatron.core.transformer import MegatronModule
 
+from megatron_gdn.mixers.base import RecurrentMixer
 from tests.distributed.mixers import BY_NAME, whole
 from tests.in_words import in_words, read, write
 
@@ -32,6 +34,21 @@ MARKS = (
     "use_muon",
     "uses_attention_mask",
 )
+
+
+# Class variables that are not among MARKS: classes, and what test_either_mixer.py holds.
+NOT_MARKS = {
+    "attn_mask_type",
+    "known_config_fields",
+    "options_class",
+    "scripts_split_in_proj",
+}
+
+
+def test_what_a_class_of_mixers_declares_is_among_the_marks():
+    declared = inspect.get_annotations(RecurrentMixer)
+    names = {name for name, kind in declared.items() if "ClassVar" in str(kind)}
+    assert len(names) > 10 and names - set(MARKS) == NOT_MARKS
 
 
 def parameter_in_words(x):

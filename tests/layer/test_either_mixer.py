@@ -2,17 +2,20 @@
 
 import copy
 import gc
+import sys
 import weakref
 from inspect import signature
 from types import SimpleNamespace
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
 from megatron.core import utils
+from megatron.core.inference.contexts import StaticInferenceContext
 from megatron.core.ssm import gated_delta_net as upstream
 from megatron.core.ssm.mamba_mixer import MambaMixer
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 from megatron_gdn import (
     Documents,
@@ -21,10 +24,11 @@ from megatron_gdn import (
     GatedDeltaProduct,
     KimiDeltaAttention,
     Mamba2Mixer,
+    SequenceLayout,
 )
 from megatron_gdn.compat.observe import nvtx_range_of
 from megatron_gdn.compat.torch_linear import DuplicatedLinear
-from megatron_gdn.mixers import base, fp8
+from megatron_gdn.mixers import base, fp8, generation, micro_batch
 from tests import toy_mixer
 from tests.distributed.layer_laws import (
     by_megatron,
@@ -32,6 +36,7 @@ from tests.distributed.layer_laws import (
     forward_backward,
     reentrant,
     require_same_bits,
+    thd,
 )
 from tests.distributed.mixers import BY_NAME, FULL_GATES, whole
 from tests.megatron_sources import SOURCES, class_of
@@ -108,9 +113,102 @@ def opened(monkeypatch):
 @each_mixer
 def test_nvtx_ranges_are_called_by_the_mixer(kind, opened):
     layer = whole(kind)
-    layer(torch.randn(5, 1, layer.config.hidden_size), None)
-    assert "mixer" in {message.partition(".")[2] for message in opened}
+    x = torch.randn(5, 1, layer.config.hidden_size)
+    layer(x, None)
+    of_forward = set(opened)
+    assert f"{type(layer).__name__}.mixer" in of_forward
     assert {message.partition(".")[0] for message in opened} == {type(layer).__name__}
+    opened.clear()
+    with torch.inference_mode():
+        layer.eval()(x, inference_context=StaticInferenceContext(1, 9))
+    assert set(opened) == of_forward
+    opened.clear()
+    dynamic = SimpleNamespace(is_static_batching=lambda: False)
+    instead = {"_refuse_generation": Mock(), "_dynamic_step": Mock()}
+    with patch.multiple(generation, **instead):
+        generation.generate(layer, x, dynamic, None, None)
+    assert opened == [f"{type(layer).__name__}.mixer"]
+
+
+@each_mixer
+def test_an_ordinary_layer_names_its_rule_and_logs_nothing_else(kind, log):
+    """A log line tells of a repair, of a slower way or of what is not done."""
+    layer = whole(kind)
+    x = torch.randn(5, 1, layer.config.hidden_size)
+    for packed in (None, thd((2, 3))):
+        layer(x, None, packed_seq_params=packed)[0].sum().backward()
+    with torch.inference_mode():
+        layer.eval()(x, inference_context=StaticInferenceContext(1, 9))
+    own = [x.getMessage() for x in log.records if x.name.startswith("megatron_gdn")]
+    assert own and all(" backend " in text for text in own), own
+
+
+@each_mixer
+def test_fronts_are_made_for_the_dtype_of_rows_and_the_taps(kind, monkeypatch):
+    """A front that is asked for another dtype may run without kernels, unnoticed."""
+    layer = whole(kind)
+    planner = layer.micro_batches
+    make = planner._make_front
+    given = set()
+
+    def noted(layout, rule, *where_and_what):
+        given.add(where_and_what)
+        return make(layout, rule, *where_and_what)
+
+    monkeypatch.setattr(planner, "_make_front", noted)
+    cpu = torch.device("cpu")
+    planner.of_whole_sequences(cpu, torch.float64)
+    layer(torch.randn(5, 1, layer.config.hidden_size), None)
+    taps = layer.conv_parameters[0].shape[-1]
+    assert given == {(cpu, torch.float64, taps), (cpu, torch.float32, taps)}
+
+
+def test_the_price_of_packed_documents_counts_them(monkeypatch):
+    """Many short documents are cheaper headwise, one long sequence is not."""
+    planner = whole("gdn").micro_batches
+    priced = []
+
+    def price(*arguments):
+        priced.append(arguments[4:7])
+        return SimpleNamespace(headwise=1.0, chunkwise=2.0, cheaper_mode="headwise")
+
+    schemes = [
+        SimpleNamespace(
+            name=name,
+            layout=planner._layout,
+            size=4,
+            is_logged=False,
+            needs_exchange=lambda documents: True,
+        )
+        for name in ("headwise", "chunkwise")
+    ]
+    monkeypatch.setattr(micro_batch, "price", price)
+    monkeypatch.setattr(micro_batch, "ranks_per_machine", lambda *_: 4)
+    monkeypatch.setattr(planner, "_schemes_of", lambda *_: schemes)
+    group = SimpleNamespace(size=lambda: 4)
+    documents = Documents.from_cu_seqlens((0, 8, 8, 24), 24)
+    layout = SequenceLayout.ZIGZAG
+    for packed, rows in ((None, 5), (documents, 1)):
+        proj = torch.empty(6, rows, planner._layout.width)
+        planner._choose_scheme(group, None, layout, packed, proj)
+    assert priced == [(24, 5, None), (24, 1, (8, 0, 16))]
+
+
+@each_mixer
+def test_a_file_says_in_which_order_fsdp_stores_the_rows_of_in_proj(kind, monkeypatch):
+    """Megatron's scripts that cut in_proj cut those of the layers that Megatron has."""
+    layer = whole(kind)
+    entry = "in_proj_stored_by"
+    monkeypatch.setattr(DefaultLoadPlanner, "_may_lack_row_order", True, raising=False)
+    assert entry not in layer.state_dict()
+    layer.in_proj.weight.megatron_fsdp_dist_index = None  # as Megatron-FSDP marks it
+    assert layer.state_dict()[entry].tolist() == [1]
+    script = SimpleNamespace(handle_gdn_in_state_dict=True)
+    monkeypatch.setitem(sys.modules, "megatron.training.checkpointing", script)
+    is_cut = kind == "gdn" or (
+        kind == "kda" and hasattr(upstream, "KimiDeltaAttention")
+    )
+    assert layer.state_dict()[entry].tolist() == [0 if is_cut else 1]
 
 
 def test_a_range_is_closed_when_its_body_raises(opened):
