@@ -199,13 +199,29 @@ def public_functions():
                 yield f"{mixer}.reference.{name}", x
 
 
-def test_defaults_of_public_functions_stay():
+def public_values():
+    """The public numbers and texts, and of each public enum its values."""
+    for place in PUBLIC:
+        module = import_module(f"megatron_gdn.{place}".rstrip("."))
+        for name in module.__all__:
+            x = getattr(module, name)
+            if isinstance(x, enum.EnumMeta):
+                yield f"{place}.{name}".lstrip("."), ", ".join(y.value for y in x)
+            elif isinstance(x, bool | int | float | str | tuple):
+                yield f"{place}.{name}".lstrip("."), repr(x)
+
+
+def declared():
+    """What `DEFAULTS` holds: defaults of functions, and values."""
+    defaults = {name: defaults_of(x) for name, x in public_functions()}
+    return {name: x for name, x in defaults.items() if x} | dict(public_values())
+
+
+def test_defaults_of_public_functions_and_public_values_stay():
     """A changed default changes every run that does not name it. ``python -m
     tests.unit.test_declarations`` writes the file."""
     known = dict(line.split(": ", 1) for line in DEFAULTS.read_text().splitlines())
-    assert {
-        name: defaults_of(x) for name, x in public_functions() if defaults_of(x)
-    } == (known)
+    assert declared() == known
 
 
 def given_defaults(function):
@@ -333,9 +349,5 @@ def test_a_collective_names_its_ranks():
 
 if __name__ == "__main__":
     DEFAULTS.write_text(
-        "".join(
-            f"{name}: {defaults_of(x)}\n"
-            for name, x in sorted(dict(public_functions()).items())
-            if defaults_of(x)
-        )
+        "".join(f"{name}: {x}\n" for name, x in sorted(declared().items()))
     )

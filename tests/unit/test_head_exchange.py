@@ -8,9 +8,16 @@ import torch
 from torch import nn
 
 from megatron_gdn import Documents
-from megatron_gdn.context_parallel import MambaContextParallel, SequenceLayout
+from megatron_gdn.context_parallel import (
+    Headwise,
+    MambaContextParallel,
+    SequenceLayout,
+)
+from megatron_gdn.context_parallel.headwise.exchange import HeadExchange
 from megatron_gdn.context_parallel.headwise.shares import waves_of
 from megatron_gdn.ops.layout import SizeError
+from megatron_gdn.ops.static_documents import StaticDocuments
+from tests.gdn_mixer import gdn_dims
 
 
 def route_of(lengths, *where):
@@ -36,6 +43,53 @@ def test_every_rank_finds_the_same_mean_fragment():
     ]
     assert [len(held) for held in waves[0].fragments] == [4, 6, 6, 3]
     assert {wave.mean_fragment_tokens for wave in waves} == {8.0}
+
+
+def exchange_of(units, mebibytes, dtype=torch.bfloat16, ranks=4):
+    """Rank 1, whose columns of its own tokens have about this many mebibytes."""
+    group = SimpleNamespace(size=lambda: ranks, rank=lambda: 1)
+    layout = gdn_dims(64, 16, 32, 16, 16).layout
+    shares = Headwise(layout, group, SequenceLayout.CONTIGUOUS)._projection_shares
+    bytes_per_batch_row = (
+        units.total_tokens // ranks * shares.rank_width * dtype.itemsize
+    )
+    batch = round(mebibytes * 2**20 / bytes_per_batch_row)
+    rows = torch.empty(1, batch, 1, dtype=dtype, device="meta")
+    return HeadExchange.of(group, shares, units, SequenceLayout.CONTIGUOUS, rows)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("ranks", "mebibytes", "waves", "own_messages", "carried"),
+    [
+        (4, 15.8, 1, False, True),
+        (4, 16.2, 1, False, False),
+        (4, 27.8, 1, False, False),
+        (4, 28.2, 1, True, False),
+        (4, 63.8, 1, True, False),  # 191 MiB for three peers: too few for two waves
+        (4, 64.2, 2, True, False),
+        (4, 400, 2, True, False),
+        (16, 12.7, 1, False, True),
+        (16, 12.9, 2, False, False),
+    ],
+)
+def test_large_exchanges_travel_in_two_waves_fragment_by_fragment(
+    dtype, ranks, mebibytes, waves, own_messages, carried
+):
+    """At the sizes from which on this took less time on 4 H200 (exchange.py)."""
+    units = Documents.from_cu_seqlens((0, 64), 64)
+    exchange = exchange_of(units, mebibytes, dtype, ranks)
+    assert len(exchange.waves) == waves and exchange.packs_kept_rows == carried
+    sent = {exchange.sends_fragments(wave) for wave in exchange.waves}
+    assert sent == {own_messages}
+
+
+def test_fixed_buffers_travel_in_one_message_per_peer():
+    """The fragments of the documents that a replay has are not known on the host."""
+    exchange = exchange_of(StaticDocuments(64, 3), 400)
+    assert len(exchange.waves) == 2
+    for wave in exchange.waves:
+        assert wave.positions is None and not exchange.sends_fragments(wave)
 
 
 def test_a_route_is_built_once_for_the_same_values():
@@ -79,8 +133,9 @@ def adapter(heads, groups, ranks, place=0, **options):
     ],
 )
 def test_heads_groups_and_copies_of_a_rank(sizes, local):
-    cp, _ = adapter(*sizes)
+    cp, owner = adapter(*sizes)
     assert (cp.num_heads_local, cp.n_groups_local, cp.group_repeat_count) == local
+    assert (cp.mixer, cp.cp_group.size()) == (owner, sizes[2])
     assert (cp.d_inner, cp.d_inner_local) == (sizes[0] * DIM, local[0] * DIM)
     whole = (cp.num_heads, cp.n_groups, cp.cp_size, cp.head_dim, cp.d_state)
     assert whole == (*sizes, DIM, STATE)

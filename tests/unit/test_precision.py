@@ -52,6 +52,18 @@ def test_casting_the_module_leaves_every_bit_of_the_named_parameter(cast, dtype)
     assert module.weight.dtype != torch.float32
 
 
+def test_marks_are_numbers_texts_and_lists_of_these():
+    """A tensor that a caller hangs on a parameter is not a mark of its successor."""
+    module = Small()
+    marks = {"sizes": [1, 2], "names": (None, ["a", 0.5])}
+    others = {"grads": [1, torch.ones(1)], "module": module, "_own": 1}
+    vars(module.weight).update(marks | others)
+    module.remember_marks()
+    module.weight = nn.Parameter(torch.zeros(3))
+    module.mark_parameters()
+    assert vars(module.weight) == marks | {"marked_by_gdn": True}
+
+
 @pytest.mark.parametrize("swap", [False, True])
 def test_a_module_from_the_meta_device_keeps_dtype_and_mark(swap):
     torch.__future__.set_swap_module_params_on_conversion(swap)
