@@ -1,7 +1,10 @@
 """TorchAttention by itself, on one rank."""
 
+from unittest.mock import Mock
+
 import pytest
 import torch
+from megatron.core import tensor_parallel
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -141,6 +144,19 @@ def test_documents_draw_dropout_where_megatrons_attention_does(sequence_parallel
     by_megatron = drawn_from()
     assert by_megatron and ("default" in by_megatron) == sequence_parallel
     assert drawn_from(packed_seq_params=thd((3, 4))) == by_megatron
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize(("dropout", "trains"), [(0.0, True), (0.5, False)])
+def test_documents_without_dropout_ask_for_no_generator(dropout, trains, monkeypatch):
+    """A process that only evaluates may have seeded none."""
+    asked = Mock(side_effect=AssertionError)
+    monkeypatch.setattr(tensor_parallel, "get_cuda_rng_tracker", asked)
+    config = make_config(attention_dropout=dropout)
+    layer = TorchAttention(
+        config, 1, AttnMaskType.causal, "self", pg_collection=alone()
+    ).train(trains)
+    layer(*torch.randn(3, 7, 1, 4, 6), None, packed_seq_params=thd((3, 4)))
 
 
 @pytest.mark.usefixtures("one_rank")

@@ -6,12 +6,14 @@ from unittest.mock import patch
 import pytest
 import torch
 from megatron.core.tensor_parallel import random
+from megatron.core.transformer.enums import AttnMaskType
 
 from megatron_gdn import set_documents, static_packed_seq_params
 from megatron_gdn.mixers import packing
+from megatron_gdn.mixers.attention import TorchAttention
 from tests.distributed.layer_laws import by_megatron, checkpointed, reentrant, thd
 from tests.distributed.mixers import whole
-from tests.parallel import assert_close
+from tests.parallel import alone, assert_close, make_config
 
 pytestmark = pytest.mark.usefixtures("one_rank", "no_checkpoint_left")
 
@@ -31,6 +33,17 @@ def no_checkpoint_left():
 
 
 def build(kind):
+    if kind == "attention":
+        attention = TorchAttention(
+            make_config(attention_dropout=0.0),
+            1,
+            AttnMaskType.causal,
+            "self",
+            pg_collection=alone(),
+        )
+        return lambda x, packed: attention(
+            *(x.view(TOKENS, 1, 4, 6),) * 3, None, packed_seq_params=packed
+        )
     options = {"recompute": "light"}
     layer = (
         whole("mamba2")
@@ -155,7 +168,9 @@ def test_two_micro_batches_in_flight_in_layers_that_run_again_themselves(make):
         first.sum().backward()
 
 
-@KINDS
+@pytest.mark.parametrize(
+    "kind", ["fused layer", "layer of modules", "Mamba2", "attention"]
+)
 @CHECKPOINTS
 @WRITES
 def test_boundaries_that_change_before_the_recomputation(kind, around, write):

@@ -8,10 +8,11 @@ import torch
 import torch.nn.functional as F
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.spec_utils import build_module
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
 from megatron_gdn.compat.torch_linear import DuplicatedLinear
 from megatron_gdn.gdn2.rule import FlaGDN2, PlainGDN2, _repeat_key_heads, choose_gdn2
+from megatron_gdn.kda.layer import KimiDeltaAttention, _has_whole_weight
 from megatron_gdn.kda.sizes import KDADims
 from megatron_gdn.ops.delta_rule.plain import PlainRule
 from megatron_gdn.ops.rules.base import Bits
@@ -239,6 +240,31 @@ def test_submodules_that_would_compute_another_layer_are_refused(name, linear, s
     setattr(spec.submodules, name, linear)
     with pytest.raises(ValueError, match=said):
         build_module(spec, KDA_FP32.config(), layer_number=1)
+
+
+def test_the_nearest_class_says_whether_every_rank_has_the_whole_weight():
+    """Transformer Engine's column-parallel linears are subclasses of its TELinear."""
+
+    class Whole:
+        def __init__(self, size, parallel_mode): ...
+
+    class Column(Whole):
+        def __init__(self, size, gather_output): ...
+
+    def passing(base):
+        return type("Passing", (base,), {"__init__": lambda self, *args, **more: None})
+
+    for cls, is_whole in ((Whole, True), (Column, False)):
+        for linear in (cls, passing(cls), ModuleSpec(passing(cls))):
+            assert _has_whole_weight(linear) == is_whole
+
+
+def test_the_in_proj_that_megatrons_scripts_cut_says_its_width(monkeypatch):
+    for cut in (True, False):
+        monkeypatch.setattr(KimiDeltaAttention, "scripts_split_in_proj", cut)
+        layer = whole("kda")
+        width = layer.in_proj.weight.shape[0] if cut else None
+        assert getattr(layer, "in_proj_dim", None) == width
 
 
 @pytest.mark.parametrize(

@@ -70,6 +70,15 @@ def test_a_norm_that_is_not_plain_is_called(norm):
     assert_close("output", doubled(x, None)[0], 2 * plain(x, None)[0], 1e-6)
 
 
+def test_a_norm_without_an_eps_or_a_weight_of_one_head_is_called():
+    """torch's class takes its eps from the dtype, and may have no weight or one of many
+    dimensions."""
+    assert is_plain_norm(nn.RMSNorm(12, 1e-6))
+    assert not is_plain_norm(nn.RMSNorm(12))
+    assert not is_plain_norm(nn.RMSNorm((3, 12), 1e-6))
+    assert not is_plain_norm(nn.RMSNorm(12, 1e-6, elementwise_affine=False))
+
+
 @pytest.mark.parametrize(
     "norm", [TorchRMSNorm, WrappedTorchNorm], ids=["ours", "torch's"]
 )
