@@ -539,10 +539,10 @@ def test_a_launch_refuses_a_grid_that_cuda_does_not_take():
     for axis, most in enumerate((2**31 - 1, 65_535, 65_535)):
         grid = [1, 1, 1]
         grid[axis] = most
-        Launch(kernel, tuple(grid))
+        Launch(kernel, tuple(grid), num_warps=4)
         grid[axis] = most + 1
         with pytest.raises(ValueError, match="copy_columns_kernel needs a grid"):
-            Launch(kernel, tuple(grid))
+            Launch(kernel, tuple(grid), num_warps=4)
 
 
 def test_fla_gets_no_grid_that_cuda_does_not_take():

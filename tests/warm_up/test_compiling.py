@@ -94,7 +94,7 @@ def test_every_kernel_of_the_mixer_is_compiled_by_one_process():
         "chains_kernels",
     }
     for kernel in found:
-        Launch(kernel, (1,))
+        Launch(kernel, (1,), num_warps=4)
     assert all(hasattr(kernel._do_compile, "__wrapped__") for kernel in found)
 
 

@@ -307,6 +307,7 @@ def _forward_launch(
         gate_strides[1],
         L2NORM_EPS,
         **tables.constants(),
+        num_warps=tile.warps,
         **_constants(front, tile, W, has_bias, packed, has_history),
     )
 
@@ -391,6 +392,7 @@ def _backward_plan(
         *strides,
         L2NORM_EPS,
         **tables.constants(),
+        num_warps=tile.warps,
         **_constants(front, tile, W, has_bias, packed, has_history),
         H=layout.state_heads,
         RATE_COLUMN=rate_column,
@@ -581,7 +583,6 @@ def _constants(
         "PACKED": packed,
         "HAS_HISTORY": has_history,
         "ALWAYS_MASKED": always_masked,
-        "num_warps": tile.warps,
         "maxnreg": tile.registers,
         "enable_fp_fusion": not always_masked,
     }

@@ -80,7 +80,12 @@ class Launch:
     """
 
     def __init__(
-        self, kernel: Any, grid: tuple[int, ...], *numbers: object, **constants: object
+        self,
+        kernel: Any,
+        grid: tuple[int, ...],
+        *numbers: object,
+        num_warps: int,
+        **constants: object,
     ) -> None:
         """Keep the arguments; nothing is compiled before the first call.
 
@@ -88,6 +93,8 @@ class Launch:
             kernel: a function with ``@triton.jit``.
             grid: the number of programs on one to three axes.
             numbers: the kernel's arguments after the tensors, in order.
+            num_warps: the warps of a program. They decide the order of a sum, so no
+                launch takes Triton's default.
             constants: its constexpr arguments and compile options, by name.
         """
         self._kernel = kernel
@@ -103,7 +110,7 @@ class Launch:
                 "kernels='torch'."
             )
         self._numbers = numbers
-        self._constants = constants
+        self._constants = {"num_warps": num_warps} | constants
         # by device and key of `pointers_and_key`
         self._prepared_launches: dict[tuple, _PreparedLaunch] = {}
         # whether every call runs `kernel[grid]`, as in Triton's interpreter

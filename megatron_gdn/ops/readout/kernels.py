@@ -122,6 +122,7 @@ def _forward_launch(
         out_strides[0],
         out_strides[1],
         readout.eps,
+        num_warps=tile.warps,
         **_constants(readout, G, H, V, tile, int64),
     )
 
@@ -156,6 +157,7 @@ def _backward_launch(
         *strides,
         readout.eps,
         REPEATS=tile.repeats,
+        num_warps=tile.warps,
         **_constants(readout, G, H, V, tile, int64),
     )
 
@@ -189,7 +191,6 @@ def _constants(
         "GATE_BEFORE_NORM": readout.groups is not None,
         "ZERO_CENTERED": readout.zero_centered,
         "SIGMOID": readout.activation == "sigmoid",
-        "num_warps": tile.warps,
     }
 
 
