@@ -135,7 +135,8 @@ def one_step(
         batches = torch.randint(0, VOCABULARY, shape, generator=generator).to(DEVICE)
         cp = layout.get("cp", 1)
         rank = parallel_state.get_context_parallel_rank()
-        held = local_indices(LENGTHS if packed else [TOKENS], cp, rank).to(DEVICE)
+        cut = options.get("cp_layout", "zigzag")
+        held = local_indices(LENGTHS if packed else [TOKENS], cp, rank, cut).to(DEVICE)
         kept = []
 
         def forward_step(batches, model):

@@ -1,11 +1,12 @@
-"""On four GPUs in bf16: a hybrid model of GDN, attention and MLP layers on Transformer
-Engine."""
+"""On several GPUs in bf16: a hybrid model of GDN, attention and MLP layers on
+Transformer Engine."""
 
 import pytest
 import torch
 
 from tests.gpu import model_laws as laws
 from tests.gpu.parallel_laws import rms
+from tests.ranks import RankError
 
 pytestmark = pytest.mark.gpu
 
@@ -67,3 +68,31 @@ def test_a_step_on_four_gpus_is_as_exact_as_on_one(gpus, one_gpu, layout, mode, 
     assert ratios[worst] <= 2, {
         name: ratio for name, ratio in ratios.items() if ratio > 2
     }
+
+
+def one_step_in(gpus, cut: str, packed: bool) -> list[dict]:
+    layout = {"cp": 2}
+    options = {"cp_layout": cut}
+    return gpus(2).run(laws.one_step, "te", torch.bfloat16, packed, layout, options)
+
+
+@pytest.mark.parametrize(
+    ("cut", "packed"),
+    [("contiguous", False), ("contiguous", True), ("zigzag_buffer", True)],
+)
+def test_tokens_that_are_not_cut_in_zigzag_are_refused(gpus, cut, packed):
+    pytest.importorskip("transformer_engine")
+    said = f"micro-batch '{cut}' over 2 .*in zigzag"
+    with pytest.raises(RankError, match=said):
+        one_step_in(gpus, cut, packed)
+
+
+def test_a_whole_buffer_in_zigzag_is_one_document_in_zigzag(gpus):
+    pytest.importorskip("transformer_engine")
+    in_buffer, in_zigzag = (
+        one_step_in(gpus, cut, packed=False) for cut in ("zigzag_buffer", "zigzag")
+    )
+    for here, expected in zip(in_buffer, in_zigzag, strict=True):
+        expected = expected["losses"]
+        # Logits are rounded to bf16, and tokens may be added in another order.
+        assert rms(here["losses"] - expected) <= 2**-8 * rms(expected)

@@ -441,7 +441,7 @@ class _SolveAndPassStates(torch.autograd.Function):
             S, carried, final = group.pass_states(through_nH, states, carried, initial)
         else:  # every chunk starts from the initial state of its sequence, or is empty
             S = states[:-1].zero_()
-            final = initial  # not read
+            final = initial[:0]  # not read
             assert group.beginnings is not None
             S.index_copy_(0, group.beginnings.chunks, initial)
         S = S.flatten(0, 1)
