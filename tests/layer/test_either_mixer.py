@@ -26,7 +26,7 @@ from megatron_gdn import (
     Mamba2Mixer,
     SequenceLayout,
 )
-from megatron_gdn.compat.observe import nvtx_range_of
+from megatron_gdn.compat.observe import log_once, nvtx_range_of
 from megatron_gdn.compat.torch_linear import DuplicatedLinear
 from megatron_gdn.mixers import base, fp8, generation, micro_batch
 from tests import toy_mixer
@@ -133,12 +133,19 @@ def test_nvtx_ranges_are_called_by_the_mixer(kind, opened):
 @each_mixer
 def test_an_ordinary_layer_names_its_rule_and_logs_nothing_else(kind, log):
     """A log line tells of a repair, of a slower way or of what is not done."""
-    layer = whole(kind)
-    x = torch.randn(5, 1, layer.config.hidden_size)
-    for packed in (None, thd((2, 3))):
-        layer(x, None, packed_seq_params=packed)[0].sum().backward()
-    with torch.inference_mode():
-        layer.eval()(x, inference_context=StaticInferenceContext(1, 9))
+
+    def run():
+        layer = whole(kind)
+        x = torch.randn(5, 1, layer.config.hidden_size)
+        for packed in (None, thd((2, 3))):
+            layer(x, None, packed_seq_params=packed)[0].sum().backward()
+        with torch.inference_mode():
+            layer.eval()(x, inference_context=StaticInferenceContext(1, 9))
+
+    run()  # also names what this machine lacks, once per process
+    log.clear()
+    log_once.cache_clear()
+    run()
     own = [x.getMessage() for x in log.records if x.name.startswith("megatron_gdn")]
     assert own and all(" backend " in text for text in own), own
 

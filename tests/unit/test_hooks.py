@@ -50,3 +50,15 @@ def test_accelerate_calls_a_modules_own_forward_only_under_a_hook():
         vars(module).update(dict.fromkeys(given))
         expected = "_old_forward" if given == names else "forward"
         assert hooks.forward_name(module) == expected
+
+
+def test_only_hooks_that_do_not_run_are_named(monkeypatch):
+    said = []
+    monkeypatch.setattr(hooks, "log_once", said.append)
+    norm = nn.Identity()
+    norm.register_forward_pre_hook(lambda module, inputs: None)
+    hooks.run_pre_hooks(norm, lambda: "input")
+    assert said == []
+    norm.register_forward_hook(print)
+    hooks.run_pre_hooks(norm, lambda: "input")
+    assert len(said) == 1 and "forward hooks" in said[0]
