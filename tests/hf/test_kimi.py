@@ -260,6 +260,14 @@ OF_SIZES = {"head_dim": 8, "num_heads": 4, "short_conv_kernel_size": 4}
         ({"n_group": 2}, "num_expert_group=1 and n_group=2 are one setting"),
         ({"linear_head_dim": 4}, "has head_dim=8, and linear_head_dim=4"),
         ({"linear_attn_config": {"gate": 1}}, "linear_attn_config has 'gate'"),
+        (
+            {"linear_attn_config": OF_SIZES, "layer_types": ["conv"] * 4},
+            "layer_types must be 4 times one of 'linear_attention', 'full_attention'",
+        ),
+        (
+            {"linear_attn_config": OF_SIZES, "layer_types": ["full_attention"] * 3},
+            "layer_types must be 4 times one of",
+        ),
         ({"linear_attn_config": [8]}, "linear_attn_config=.* must be an object"),
         ({"kv_lora_rank": None}, "has no 'kv_lora_rank'"),
     ],
