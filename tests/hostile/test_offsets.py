@@ -222,7 +222,7 @@ def run_additions(simulation, M, most, tokens, B, C, width=None):
     rows; the tokens' own lie ``width`` apart."""
     additions = simulation.holds(tensor(M, 1 + most, dtype=INT32), tokens - 1)
     d_rows = tensor(tokens, B, width or C)[..., :C]
-    add_rows(d_rows, tensor(tokens, B, C), additions)
+    add_rows(d_rows, tensor(tokens, B, C, dtype=FP32), additions)
 
 
 GDN = gdn_table(HeadSizes(1, 1, 128, 128).layout)
