@@ -72,7 +72,7 @@ def front_on_grid(
         _fill_chunks(buffer[past:], rows, grid, group)
         _fill_history(buffer[:past], token_rows, group, rows_before)
         documents = None
-        if getattr(front, "is_triton", False):
+        if front.is_triton:
             # with documents, Triton's front computes every token by the same code
             documents = one_document(len(buffer), buffer.device)
         inputs = front.forward(buffer, parameters, documents, only)
@@ -213,7 +213,7 @@ class AlignedFront:
         # an empty ``only``: there is nothing to compute
         if history is not None or (only is not None and not only):
             return self._front.forward(proj, parameters, documents, only, history)
-        if getattr(self._front, "is_triton", False):
+        if self._front.is_triton:
             if documents is None:
                 documents = one_document(len(proj), proj.device)
             return self._front.forward(proj, parameters, documents, only)

@@ -64,6 +64,14 @@ def test_cudnn_says_what_it_takes(monkeypatch, changed, said):
         choose_kda("cudnn", **{**BOUNDED, **changed})
 
 
+def test_fla_takes_its_faster_kernels_where_no_decay_is_below_their_limit():
+    safe = {
+        bound: FlaKDA(bound).chunk_and_backward_arguments["safe_gate"]
+        for bound in (None, -5.001, -5.0, -1.0)
+    }
+    assert safe == {None: False, -5.001: False, -5.0: True, -1.0: True}
+
+
 def test_cudnn_is_taken_by_name_alone(monkeypatch):
     for rule in (FlaKDA, cudnn.CudnnKDA):
         monkeypatch.setattr(rule, "why_not", lambda *_: None)

@@ -15,7 +15,9 @@ from megatron.core.inference.contexts import StaticInferenceContext
 from megatron.core.ssm import gated_delta_net as upstream
 from megatron.core.ssm.mamba_mixer import MambaMixer
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from torch import nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.tensor import DeviceMesh, DTensor
 
 from megatron_gdn import (
     Documents,
@@ -415,3 +417,13 @@ def test_a_layer_keeps_its_own_scheme_and_those_of_the_latest_groups(kind):
     gc.collect()
     assert [x() is not None for x in seen] == [False] * 5 + [True] * 15
     assert planner.of(None, rows).scheme is own
+
+
+@each_mixer
+def test_a_layer_of_which_fsdp2_has_one_parameter_is_not_saved(kind):
+    layer = whole(kind)
+    mesh = DeviceMesh("cpu", [0])
+    share = DTensor.from_local(layer.out_proj.weight.detach(), mesh)
+    layer.out_proj.weight = nn.Parameter(share)
+    with pytest.raises(ValueError, match="FSDP2"):
+        layer.sharded_state_dict()

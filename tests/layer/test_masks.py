@@ -10,6 +10,7 @@ from megatron.core.tensor_parallel import random
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
 from megatron_gdn.compat.torch_norm import TorchRMSNorm
+from megatron_gdn.mixers.base import RecurrentMixer
 from megatron_gdn.specs import hybrid_stack_spec, mamba2_spec
 from megatron_gdn.specs.layer import BIAS_DROPOUT_ADD
 from tests.parallel import hybrid_model, model_config
@@ -81,16 +82,29 @@ def test_masks_that_mask_the_future_alone_change_no_bit(letter, mask):
     assert torch.equal(stack(x, attention_mask=mask()), stack(x, attention_mask=None))
 
 
-@pytest.mark.parametrize("letter", ["G", "M"])
-def test_a_mask_is_refused_in_a_recomputed_layer(letter, monkeypatch):
-    # An error inside Megatron's checkpoint leaves Megatron's switch on, also for later
-    # tests.
-    monkeypatch.setattr(random, "IS_CHECKPOINTING", False)
-    stack = built(letter)
+def recomputed_by_megatron(stack):
     config = stack.config
     config.recompute_granularity = "full"
     config.recompute_method = "uniform"
     config.recompute_num_layers = 1
+
+
+def recomputed_by_the_mixer(stack):
+    """As with --recompute-modules gdn."""
+    mixers = [x for x in stack.modules() if isinstance(x, RecurrentMixer)]
+    for mixer in mixers:
+        mixer.recompute_layer = True
+    assert mixers
+
+
+@pytest.mark.parametrize("recompute", [recomputed_by_megatron, recomputed_by_the_mixer])
+@pytest.mark.parametrize("letter", ["G", "M"])
+def test_a_mask_is_refused_in_a_recomputed_layer(letter, recompute, monkeypatch):
+    # An error inside Megatron's checkpoint leaves Megatron's switch on, also for later
+    # tests.
+    monkeypatch.setattr(random, "IS_CHECKPOINTING", False)
+    stack = built(letter)
+    recompute(stack)
     x = torch.randn(TOKENS, 1, 24, requires_grad=True)
     with pytest.raises(NotImplementedError, match="not a causal mask"):
         stack(x, attention_mask=of_documents())

@@ -52,6 +52,13 @@ def test_casting_the_module_leaves_every_bit_of_the_named_parameter(cast, dtype)
     assert module.weight.dtype != torch.float32
 
 
+def test_a_module_whose_named_parameter_was_taken_away_is_cast():
+    """torch's first FSDP keeps parameters in one flat tensor of its own."""
+    module = Small()
+    del module.A_log
+    assert module.bfloat16().weight.dtype == torch.bfloat16
+
+
 def test_marks_are_numbers_texts_and_lists_of_these():
     """A tensor that a caller hangs on a parameter is not a mark of its successor."""
     module = Small()

@@ -177,7 +177,7 @@ def _rule_inputs(stages: Stages, rows: Tensor) -> Inputs:
     """
     front = stages.front
     past = stages.history_length
-    if getattr(front, "is_triton", False):
+    if front.is_triton:
         # with documents, Triton's front computes every token by the same code
         documents = one_document(rows.shape[1], rows.device)
         inputs = front.forward(rows.transpose(0, 1), stages.front_parameters, documents)
