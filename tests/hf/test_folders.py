@@ -231,7 +231,7 @@ def keep_an_old_copy(folder):
 TENSORS = {
     "missing key": (
         lambda tensors: tensors.pop(A_LOG),
-        r"missing key 'model.layers.0.*A_log': a Qwen",
+        r"missing key 'model.layers.0.*A_log': a Qwen\w+ with 4 layers needs it",
     ),
     "missing keys": (
         lambda tensors: [tensors.pop(key) for key in sorted(tensors) if ".mlp." in key],

@@ -22,8 +22,15 @@ from megatron_gdn.mixers.attention import (
     TorchSelfAttention,
     class_with_tree_attention,
 )
+from megatron_gdn.specs import hybrid_stack_spec
 from tests.distributed.layer_laws import thd
-from tests.parallel import alone, assert_close, make_config
+from tests.parallel import (
+    alone,
+    assert_close,
+    hybrid_model,
+    make_config,
+    model_config,
+)
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -205,3 +212,16 @@ def test_dropout_in_trees_is_for_training_alone():
         out = core.train(training)(*qkv, None, packed_seq_params=tree)
         # every value is 1, and so is every mean of them
         assert torch.allclose(out, torch.ones_like(out)) is not training
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_the_cut_that_was_set_is_read_back():
+    """In every layer of a model, attention too, and by whatever class of attention."""
+    spec = hybrid_stack_spec("local", cp_layout="contiguous")
+    model = hybrid_model(model_config("G*"), "G*", spec)
+    layers = [x for x in model.modules() if hasattr(x, "cp_layout")]
+    assert {type(x) for x in layers} >= {TorchAttention, TorchSelfAttention}
+    for layer in layers:
+        assert layer.cp_layout == "contiguous"
+        layer.cp_layout = "zigzag_buffer"
+        assert layer.cp_layout == "zigzag_buffer"

@@ -419,6 +419,16 @@ def test_a_layer_keeps_its_own_scheme_and_those_of_the_latest_groups(kind):
     assert planner.of(None, rows).scheme is own
 
 
+@pytest.mark.parametrize(
+    "argument",
+    [{"norm_before_gate": True}, {"dt_init": "x"}, {"dt_scale": 2.0}, {"bias": True}],
+    ids=str,
+)
+def test_arguments_that_megatrons_mamba2_ignores_are_refused(argument):
+    with pytest.raises(ValueError, match=f"Mamba2Mixer takes {next(iter(argument))}="):
+        whole("mamba2", **argument)
+
+
 @each_mixer
 def test_a_layer_of_which_fsdp2_has_one_parameter_is_not_saved(kind):
     layer = whole(kind)

@@ -11,7 +11,11 @@ from torch import nn
 
 from megatron_gdn.compat.torch_norm import TorchRMSNorm
 from megatron_gdn.mixers.hooks import only_waits_for_parameters
-from megatron_gdn.mixers.out_norm import gradients_summed, is_plain_norm
+from megatron_gdn.mixers.out_norm import (
+    apply_gated_norm,
+    gradients_summed,
+    is_plain_norm,
+)
 from tests.distributed.layer_laws import NormInside, build_layer, randomise_
 from tests.parallel import assert_close, make_config
 
@@ -213,3 +217,11 @@ def test_hooks_on_conv1d_that_cannot_run_are_named_once(log):
     for _ in range(2):
         layer(torch.randn(7, 2, 24), None)
     assert log.text.count("never calls it") == 1
+
+
+def test_gate_and_product_of_a_module_are_rounded_once():
+    x, gate = torch.randn(2, 50, 3, 12).bfloat16()
+    got = apply_gated_norm(nn.Identity(), x, gate)
+    exact = x.double() * nn.functional.silu(gate.double())
+    # half a unit in the last place, and what fp32 may add
+    assert ((got.double() - exact).abs() <= (2**-8 + 2**-20) * exact.abs()).all()

@@ -354,13 +354,13 @@ def test_an_optimizer_gets_states_without_padding(cut, monkeypatch):
     monkeypatch.setattr(checkpoints, "log_once", said.append)
     saved = partial(slice_without_padding, cut)
     kind = (torch.float32, torch.float32)
-    sizes = {"a": (0, 3, 0), "b": (128, 130, 1), "c": (256, 257, 2)}
-    buckets = [
-        SimpleNamespace(grad_data=torch.zeros(128), numel_unpadded=n, offset=at)
-        for n, at in ((3, 0), (2, 128), (1, 256))
+    sizes = {"a": (0, 3, 0), "b": (3, 5, 1), "c": (131, 132, 2)}
+    buckets = [  # the first one needs no padding
+        SimpleNamespace(grad_data=torch.zeros(size), numel_unpadded=n, offset=at)
+        for size, n, at in ((3, 3, 0), (128, 2, 3), (128, 1, 131))
     ]
     buffer = SimpleNamespace(
-        buckets=buckets, numel=384, numel_unpadded=6, param_index_map=sizes
+        buckets=buckets, numel=259, numel_unpadded=6, param_index_map=sizes
     )
     gathered = {"param": torch.arange(6.0), "numel_unpadded": 6}
     optimizer = SimpleNamespace(

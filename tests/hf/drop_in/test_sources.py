@@ -106,6 +106,8 @@ def test_positions_of_images_start_documents_where_all_three_are_0():
     tables = torch.tensor([table * 2 + [0] for table in image])[:, None]
     assert read(1, 11, position_ids=tables) == [[1] * 5 + [2] * 5 + [3]]
     assert read(1, 5, position_ids=tables[..., :5]) is None
+    # a row that begins inside a document
+    assert read(1, 10, position_ids=tables[..., 1:]) == [[1] * 4 + [2] * 5 + [3]]
     padding = torch.tensor([[0, 0] + [1] * 5])
     padded = torch.cat([torch.zeros(3, 1, 2).long(), tables[..., :5]], -1)
     assert read(1, 7, position_ids=padded, attention_mask=padding) is None
