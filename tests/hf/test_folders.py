@@ -537,3 +537,25 @@ def test_a_runs_arguments_tell_whether_norm_gains_are_whole(
     key = "model.layers.0.input_layernorm.weight"
     gain = before.read(key)
     assert torch.equal(after.read(key), (gain.float() - 1).to(gain.dtype))
+
+
+@pytest.mark.parametrize("others", [1, 2])
+def test_a_file_that_transformers_would_load_alone_is_refused(tmp_path, others):
+    names = ["model.safetensors", *(f"{n}.safetensors" for n in range(others))]
+    for name in names:
+        save_file({name: torch.zeros(1)}, tmp_path / name)
+    index = {"weight_map": {name: name for name in names}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match="model.safetensors beside other files"):
+        SafetensorsFolder(tmp_path)
+
+
+def test_a_checkpoint_with_states_of_an_optimizer_is_of_its_model(tmp_path):
+    weight = SimpleNamespace(
+        dtype=torch.float32, global_shape=(2,), allow_shape_mismatch=False
+    )
+    stored = {"decoder.norm.weight": weight, "optimizer.state.exp_avg": weight}
+    expected = {"decoder.norm.weight": weight}
+    folders._refuse_another_model(stored, expected, tmp_path, tmp_path)
+    with pytest.raises(ValueError, match=r"no place for decoder\.norm\.weight"):
+        folders._refuse_another_model(stored, {}, tmp_path, tmp_path)

@@ -497,3 +497,11 @@ def test_functions_make_documents_on_the_device_of_their_rows(monkeypatch):
         recurrent_gated_delta_rule(rows, rows, rows, gates, gates, cu_seqlens=given)
         causal_conv1d(rows[..., 0], rows[0, :3, :, 0].mT, cu_seqlens=given)
     assert [x.device.type for x in made] == ["meta"] * 4
+
+
+def test_boundaries_are_int32_in_fixed_buffers_too():
+    """As in PackedSeqParams; kernels read four bytes each."""
+    made = StaticDocuments(12, 3)
+    assert made.boundaries.dtype == torch.int32
+    made.fill(torch.tensor([0, 5, 12]))
+    assert made.boundaries.dtype == torch.int32
