@@ -225,3 +225,25 @@ def test_the_cut_that_was_set_is_read_back():
         assert layer.cp_layout == "contiguous"
         layer.cp_layout = "zigzag_buffer"
         assert layer.cp_layout == "zigzag_buffer"
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("lengths", [None, (3, 4)], ids=str)
+def test_attention_of_the_same_bits_for_any_cut_has_the_same_values(lengths):
+    """Query by query, with two value heads for each key head, as all at once."""
+    q, k, v = torch.randn(7, 2, 4, 6), *torch.randn(2, 7, 2, 2, 6)
+    packed = None
+    if lengths is not None:
+        q, k, v = q[:, :1], k[:, :1], v[:, :1]
+        packed = thd(lengths)
+    outputs = []
+    for invariant in (False, True):
+        config = make_config(
+            num_query_groups=2, attention_dropout=0.0, batch_invariant_mode=invariant
+        )
+        layer = TorchAttention(
+            config, 1, AttnMaskType.causal, "self", pg_collection=alone()
+        )
+        outputs.append(layer(q, k, v, None, packed_seq_params=packed))
+    # fp32: some 80 roundings, for scores of 6 terms and sums of at most 7 weights
+    assert_close("output", outputs[1], outputs[0], 1e-5)
