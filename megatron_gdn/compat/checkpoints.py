@@ -62,7 +62,12 @@ def store_empty_shares(
     try:
         return original(optimizer, *args, **kwargs)
     except (AssertionError, IndexError):  # IndexError if python -O skips the assertion
-        pass  # if this was another error, the second call raises it again
+        buckets_of_buffers = (
+            buckets for ranges in optimizer.gbuf_ranges for buckets in ranges.values()
+        )
+        buckets = chain.from_iterable(buckets_of_buffers)
+        if all(bucket["param_map"] for bucket in buckets):
+            raise  # every share has parameters, so this is another error
     get_state = optimizer.get_parameter_state_dp_reshardable
     optimizer.get_parameter_state_dp_reshardable = lambda: _with_padding_entries(
         optimizer, get_state()

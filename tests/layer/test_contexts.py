@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from megatron_gdn.compat import kda_files, mixed_dtype_optimizers, untrusted_checkpoints
 from megatron_gdn.compat.checkpoints import store_empty_shares
 from megatron_gdn.mixers.out_norm import gradients_summed
+from tests.precision.half_optimizer import half_optimizer
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -29,16 +30,6 @@ def summed(body, see, monkeypatch):
     see(lambda: [objects(part._parameters) for part in norm])
     with gradients_summed(norm, dist.group.WORLD):
         body()
-
-
-def half_optimizer():
-    half, master, fp32 = (nn.Parameter(torch.zeros(n)) for n in (2, 2, 3))
-    return SimpleNamespace(
-        float16_groups=[[half]],
-        fp32_from_float16_groups=[[master]],
-        fp32_from_fp32_groups=[[fp32]],
-        optimizer=SimpleNamespace(param_groups=[{"params": [fp32, master]}]),
-    )
 
 
 def masters(body, see, monkeypatch):
@@ -56,7 +47,7 @@ def main_grads(body, see, monkeypatch):
 
 
 class WithoutShares:
-    gbuf_ranges = ()
+    gbuf_ranges = ({"bf16": [{"param_map": {}}]},)
     buffers = ()
     data_parallel_group = None
 

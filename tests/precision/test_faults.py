@@ -32,6 +32,7 @@ from megatron_gdn.compat.mixed_dtype_optimizers import (
 )
 from tests.distributed.layer_laws import require_same_bits
 from tests.parallel import parallel
+from tests.precision.half_optimizer import half_optimizer
 from tests.precision.training import (
     DISTRIBUTED,
     FLOAT16,
@@ -321,13 +322,8 @@ def test_only_a_load_gets_copies_of_fp32_parameters(is_loading):
     optimizer's entry."""
     from megatron_gdn.compat.mixed_dtype_optimizers import _store_all_parameters
 
-    half, master, fp32 = (torch.nn.Parameter(torch.zeros(n)) for n in (2, 2, 3))
-    optimizer = SimpleNamespace(
-        float16_groups=[[half]],
-        fp32_from_float16_groups=[[master]],
-        fp32_from_fp32_groups=[[fp32]],
-        optimizer=SimpleNamespace(param_groups=[{"params": [fp32, master]}]),
-    )
+    optimizer = half_optimizer()
+    fp32, master = optimizer.optimizer.param_groups[0]["params"]
 
     def sharded(optimizer, *_):
         groups = optimizer.fp32_from_float16_groups
@@ -372,6 +368,20 @@ def test_an_optimizer_gets_states_without_padding(cut, monkeypatch):
     ]
     assert found == [[0.0, 1.0, 2.0], [3.0, 4.0], [5.0]], found
     assert "in a buffer of several buckets were corrected" in "".join(said)
+
+
+def test_another_failed_assertion_of_a_save_is_raised_at_once():
+    """A second call would meet ranks that wait in the first one's collectives."""
+    calls = []
+    optimizer = SimpleNamespace(gbuf_ranges=[{"bf16": [{"param_map": {"weight": 0}}]}])
+
+    def save(optimizer):
+        calls.append(optimizer)
+        raise AssertionError("ranks disagree")
+
+    with pytest.raises(AssertionError, match="ranks disagree"):
+        store_empty_shares(save, optimizer)
+    assert len(calls) == 1
 
 
 def test_a_share_without_parameters_is_saved_as_padding(monkeypatch):
