@@ -5,28 +5,25 @@ kernels for good."""
 import os
 import warnings
 import zlib
+from functools import cache
 
 import torch
 from torch import Tensor
-from torch import library as operators
 
 ASKED_BY = "BITS_BY_SHAPE"
-# kernels last as long as the object that set them
-_registered: list[operators.Library] = []
 
 
+@cache  # once per process: torch refuses to replace a kernel twice
 def hold_if_asked() -> None:
     """Replaces the CPU's products in this process if the environment has
     ``BITS_BY_SHAPE=1``."""
-    if os.environ.get(ASKED_BY) != "1" or _registered:
+    if os.environ.get(ASKED_BY) != "1":
         return
-    registration = operators.Library("aten", "IMPL")
-    _registered.append(registration)
     with warnings.catch_warnings():
         # replaces kernels: that is the aim
         warnings.simplefilter("ignore", UserWarning)
         for name, kernel in _KERNELS.items():
-            registration.impl(name, kernel, "CPU", allow_override=True)
+            torch.library.impl(f"aten::{name}", "CPU", kernel)
     torch.backends.cuda.enable_flash_sdp(False)  # attention in products, on a CPU too
 
 
