@@ -38,9 +38,11 @@ def main(stop: Stop) -> None:
         share_places(args)
         train(args, corpus, device, stop, roll_call)
     except NotFiniteError as fault:
+        roll_call.end()
         refuse(f"{fault}; {how_to_go_back(args, fault.weights_step)}")
     except Exception as error:
         give_up(error, args, roll_call)
+    roll_call.end()
     torch.distributed.destroy_process_group()
 
 
@@ -49,6 +51,7 @@ def give_up(error: Exception, args, roll_call: RollCall) -> NoReturn:
     way_on = how_to_go_on(args)
     full = full_disk(error, args.save)
     if full:
+        roll_call.end()
         refuse(f"{full}; {way_on}")
     said = with_flags(first_line(error))
     others = roll_call.ask() if is_echo(error) else None

@@ -44,6 +44,7 @@ class RollCall:
         self._speaks = False  # the lowest rank that answers prints the words
         self._question = 1  # the number of the next one
         self._answered = threading.Condition()
+        self._has_ended = threading.Event()
         self._last_step = time.monotonic()
 
     def start(self, limit_s: float) -> None:
@@ -64,6 +65,11 @@ class RollCall:
         """This rank has ended a step, or a save."""
         self._last_step = time.monotonic()
         self._words = None
+
+    def end(self) -> None:
+        """Answer no more: this rank leaves, and rank 0, which may keep the store, may
+        leave first."""
+        self._has_ended.set()
 
     def ask(self) -> str | None:
         """This rank has failed: which ranks have not, in words; None if all have.
@@ -94,7 +100,8 @@ class RollCall:
             asked = f"{_ASKED}/{self._question}"
             try:
                 while not self._store.check([asked]):
-                    time.sleep(_EVERY_S)
+                    if self._has_ended.wait(_EVERY_S):
+                        return
                 time.sleep(_EVERY_S)  # for this rank's own error, if it has one
                 place = _FAILED if self._failed else _place_of_main_thread()
                 self._store.set(f"{asked}/{self._rank}", place)

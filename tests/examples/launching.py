@@ -1,5 +1,6 @@
 """Ranks of the example, to be signalled and killed: forked from the server of
-`tests/ranks.py`, or started anew where they use a GPU."""
+`tests/ranks.py`, or started anew where they use a GPU. As under torchrun, the store in
+which they meet is kept by who starts them, and outlives them all."""
 
 import contextlib
 import json
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import ClassVar
 
 import torch
+from torch.distributed import TCPStore
 
 from tests.examples.conftest import EXAMPLES
 from tests.ranks import _context
@@ -39,7 +41,8 @@ class Launch:
 
     def __init__(self, *flags: object, cwd: Path, size: int = 2, limit=None) -> None:
         self._log = cwd / f"printed-{len(list(cwd.glob('printed-*')))}.txt"
-        port = free_port()
+        self._store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        port = self._store.port
         context = _context("nccl" if torch.cuda.is_available() else "gloo")
         self._ranks = [
             context.Process(
@@ -131,6 +134,7 @@ def _rank(
         LOCAL_WORLD_SIZE=str(size),
         MASTER_ADDR="localhost",
         MASTER_PORT=str(port),
+        TORCHELASTIC_USE_AGENT_STORE=str(True),
     )
     out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):

@@ -49,3 +49,14 @@ def test_a_question_of_an_earlier_step_is_asked_again():
     later.note_step()
     assert later.ask() is not None
     assert first._store.check(["pretrain_hybrid/roll_call/2"]), "an old answer"
+
+
+def test_a_rank_that_leaves_asks_the_store_no_more():
+    """The store may be gone by then, of which torch would print a warning."""
+    call = roll_call.RollCall()
+    call._store = HashStore()
+    answers = threading.Thread(target=call._answer, daemon=True)
+    answers.start()
+    call.end()
+    answers.join(timeout=10)
+    assert not answers.is_alive()
