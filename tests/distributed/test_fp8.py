@@ -192,6 +192,7 @@ def test_the_norm_in_front_comes_once(normalization, zero_centered):
     linear = layer.in_proj
     linear.normalization = normalization
     linear.zero_centered_gamma = zero_centered
+    linear.eps = 0.5  # so large that it shows beside squares of about 9
     if normalization == "LayerNorm":
         linear.layer_norm_bias = torch.nn.Parameter(torch.randn(linear.weight.shape[1]))
     found = []

@@ -7,7 +7,13 @@ import torch
 
 from megatron_gdn.mixers.mamba_layer import GroupedRMSNorm
 from tests.distributed.mixer_laws import equals_written_out, parallel_equals_one_rank
-from tests.distributed.mixers import MAMBA2, MAMBA2_FP32, build_mamba2, in_fp64
+from tests.distributed.mixers import (
+    GDP,
+    MAMBA2,
+    MAMBA2_FP32,
+    build_mamba2,
+    in_fp64,
+)
 from tests.parallel import alone, groups_of_megatron
 from tests.ranks import on_ranks
 
@@ -69,6 +75,15 @@ def test_a_changed_norm_counts_in_parallel(pools, tp, cp, mode):
     pools(tp * cp).run(
         parallel_equals_one_rank, changed, tp, cp, lengths=UNEQUAL, mode=mode
     )
+
+
+@pytest.mark.parametrize("invariant", [False, True])
+@pytest.mark.parametrize("mixers", [GDP, MAMBA2], ids=["gdp", "mamba2"])
+def test_a_group_of_heads_on_two_ranks_has_the_norm_of_one(pools, mixers, invariant):
+    """The norm runs after the exchange; in batch-invariant mode token by token."""
+    changes = {"mamba_num_groups": 1, "batch_invariant_mode": invariant}
+    given = {"lengths": UNEQUAL, "mode": "headwise", "changes": changes}
+    pools(2).run(parallel_equals_one_rank, mixers, 1, 2, **given)
 
 
 def test_chunkwise_takes_heads_that_no_exchange_could_share(pools):

@@ -127,6 +127,26 @@ def test_an_empty_document_changes_nothing_whichever_way_rotations_are_laid(
 
 
 @pytest.mark.usefixtures("one_rank")
+def test_a_tree_is_rotated_as_by_megatron_with_the_factor_of_yarn():
+    """A tree of one document: Megatron does not rotate it, and rotates the batch."""
+    config = make_config(hidden_size=16, num_attention_heads=2, attention_dropout=0.0)
+    config.yarn_rotary_scaling_factor = 8.0  # of yarn models' configs alone
+    parts = SelfAttentionSubmodules(
+        ColumnParallelLinear, TorchAttention, RowParallelLinear
+    )
+    layer = TorchSelfAttention(
+        config, parts, 1, AttnMaskType.causal, pg_collection=alone()
+    )
+    angles = RotaryEmbedding(8, 1.0, use_cpu_initialization=True)(7)
+    x = torch.randn(7, 1, 16)
+    expected = layer(x, None, rotary_pos_emb=angles)[0]
+    tree = tree_packed_seq_params((7,), (-1,), device="cpu")
+    found = layer(x, None, rotary_pos_emb=angles, packed_seq_params=tree)[0]
+    # fp32: some 80 roundings, for sums of at most 16 terms
+    assert_close("output", found, expected, 1e-5)
+
+
+@pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_documents_draw_dropout_where_megatrons_attention_does(sequence_parallel):
     """Ranks that hold different heads draw from different generators."""
@@ -183,14 +203,14 @@ def test_packed_documents_are_one_row_and_are_named_in_errors(with_batch):
 
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize(
-    "changes",
-    [{"apply_query_key_layer_scaling": True}, {"softmax_scale": 0.3}],
+    ("changes", "given"),
+    [({"apply_query_key_layer_scaling": True}, {}), ({}, {"softmax_scale": 0.3})],
     ids=str,
 )
-def test_scores_of_documents_have_the_scale_of_megatrons_attention(changes):
+def test_scores_of_documents_have_the_scale_of_megatrons_attention(changes, given):
     config = make_config(attention_dropout=0.0, **changes)
     layer = TorchAttention(
-        config, 3, AttnMaskType.causal, "self", pg_collection=alone()
+        config, 3, AttnMaskType.causal, "self", pg_collection=alone(), **given
     )
     q, k, v = torch.randn(3, 7, 1, 4, 6)
     expected = layer(q, k, v, None)

@@ -80,6 +80,16 @@ def test_the_mixer_is_its_equation(case, lengths):
     equals_written_out(in_fp64(kind, changes, **options), lengths, tokens=40)
 
 
+@pytest.mark.each_value
+@pytest.mark.parametrize("recompute", ["none", "light", "full"])
+@pytest.mark.parametrize("kind", ["gdn", "gdn2", "gdp", "kda", "mamba2"])
+def test_so_is_the_mixer_whose_bits_do_not_depend_on_the_cut(kind, recompute):
+    """In batch-invariant mode, with chunks that end inside, at and after 64 tokens."""
+    options = {} if kind == "mamba2" else {"recompute": recompute}
+    mixer = in_fp64(kind, {"batch_invariant_mode": True}, **options)
+    equals_written_out(mixer, (64, 0, 3, 66))
+
+
 @pytest.mark.parametrize("tokens", [2, 3])
 def test_so_are_the_shortest_sequences(tokens):
     equals_written_out(in_fp64("gdn", **BIASES), tokens=tokens)

@@ -25,8 +25,8 @@ def drawn(dtype):
     return {n: torch.randn(s, dtype=torch.float64).to(dtype) for n, s in shapes.items()}
 
 
-def gradients(tensors, normed, frozen=(), split=True):
-    """Of both products of ``x``; ``split``: as FP8 computes them."""
+def gradients(tensors, normed, frozen=(), split=True, read=("gates", "main")):
+    """Of those products of ``x`` that are ``read``; ``split``: as FP8 computes them."""
     leaves = {n: t.clone().requires_grad_(n not in frozen) for n, t in tensors.items()}
     x = leaves["x"]
     gamma = leaves["gamma"] if normed else None
@@ -43,22 +43,23 @@ def gradients(tensors, normed, frozen=(), split=True):
     else:
         gates = normalised(x) @ leaves["gates"].t()
         handed = x
-    main = normalised(handed) @ leaves["main"].t()
+    made = {"gates": gates, "main": normalised(handed) @ leaves["main"].t()}
+    products = [made[name] for name in read]
     torch.manual_seed(4)
-    weights = [
-        torch.randn(t.shape, dtype=torch.float64).to(t.dtype) for t in (gates, main)
-    ]
-    torch.autograd.backward([gates, main], weights)
+    weights = [torch.randn(t.shape, dtype=torch.float64).to(t.dtype) for t in products]
+    torch.autograd.backward(products, weights)
     return {n: leaf.grad for n, leaf in leaves.items() if leaf.grad is not None}
 
 
+@pytest.mark.parametrize("read", [("gates", "main"), ("gates",), ("main",)], ids=str)
 @pytest.mark.parametrize("frozen", ["", "x", "gates", "main"])
 @pytest.mark.parametrize("normed", [False, True], ids=["linear", "norm+linear"])
-def test_gradients_are_those_of_two_products(normed, frozen):
+def test_gradients_are_those_of_two_products(normed, frozen, read):
     """In fp64, whose rounding of sums of 13 products is below 1e-14."""
     tensors = drawn(torch.float64)
-    found = gradients(tensors, normed, frozen)
-    exact = gradients(tensors, normed, frozen, split=False)
+    found = gradients(tensors, normed, frozen, read=read)
+    exact = gradients(tensors, normed, frozen, split=False, read=read)
+    assert exact
     assert found.keys() == exact.keys()
     for name, gradient in exact.items():
         torch.testing.assert_close(
@@ -156,3 +157,14 @@ def test_no_gradient_is_made_of_rows_whose_products_add_theirs_elsewhere():
     with Made(GATES * D, MAIN * D, weight.numel()) as made:
         torch.autograd.backward(losses)
     assert made.count == 0 and weight.grad is None
+
+
+@pytest.mark.parametrize("read", [0, 1, 2])
+def test_rows_that_nobody_reads_have_the_gradient_zero(read):
+    weight = torch.randn(GATES + MAIN, D, requires_grad=True)
+    views = SplitRows.apply(weight, (2, GATES), False)
+    rows = slice(*((0, 2, GATES, None)[read : read + 2]))
+    expected = torch.zeros(weight.shape)
+    expected[rows] = torch.randn(expected[rows].shape)
+    views[read].backward(expected[rows])
+    assert torch.equal(weight.grad, expected)
