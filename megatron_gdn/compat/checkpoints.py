@@ -332,7 +332,7 @@ def _add_note(
     try:
         return load(*args, **kwargs)
     except BaseException as error:  # CheckpointException of torch is a BaseException
-        if pattern.search(str(error)) and note not in getattr(error, "__notes__", ()):
+        if pattern.search(str(error)):
             error.add_note(note)
         raise
 

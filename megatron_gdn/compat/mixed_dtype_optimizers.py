@@ -178,27 +178,24 @@ def _order_as_adam(
     under another parameter.
     """
     init(optimizer, *args, **kwargs)
+    if not hasattr(optimizer, "model_param_group_index_map"):
+        return  # a stub, or an optimizer of Megatron-FSDP
     places = _places_in_adam(optimizer)
-    if places is not None and places != optimizer.model_param_group_index_map:
+    if places != optimizer.model_param_group_index_map:
         optimizer.model_param_group_index_map = places
         log_repair(
             "DistributedOptimizer's places of fp32 and 16-bit parameters were corrected."
         )
 
 
-def _places_in_adam(
-    optimizer: DistributedOptimizer,
-) -> dict[Tensor, tuple[int, int]] | None:
-    """Model parameter -> (group, index in the group) of its shard in Adam; None if a
-    shard is not in Adam."""
-    if not hasattr(optimizer, "model_param_group_index_map"):
-        return None
+def _places_in_adam(optimizer: DistributedOptimizer) -> dict[Tensor, tuple[int, int]]:
+    """Model parameter -> (group, index in the group) of its shard in Adam."""
     place_in_adam = {
         id(shard): (group_index, index)
         for group_index, group in enumerate(optimizer.optimizer.param_groups)
         for index, shard in enumerate(group["params"])
     }
-    places: dict[Tensor, tuple[int, int]] = {}
+    places = {}
     for models, shards in (
         (optimizer.model_fp32_groups, optimizer.shard_fp32_groups),
         (optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups),
@@ -208,9 +205,7 @@ def _places_in_adam(
         for model, shard in zip(_flatten(models), _flatten(shards), strict=True):
             if id(shard) in place_in_adam:
                 places[model] = place_in_adam[id(shard)]
-    if places.keys() == optimizer.model_param_group_index_map.keys():
-        return places
-    return None
+    return places
 
 
 @torch.no_grad()
@@ -438,7 +433,7 @@ def _gather_by_dtype(
     try:
         for name, group_name in _GROUP_OF_PARAMS_LIST.items():
             params_by_rank = before[name]
-            if groups is None or not params_by_rank:
+            if not params_by_rank:
                 continue
             if len({p.dtype for p in _flatten(params_by_rank)}) > 1:
                 group = getattr(groups, group_name)

@@ -21,9 +21,9 @@ _NO_NVTX_RANGE = nullcontext()
 def nvtx_range_of(mixer: object, name: str) -> AbstractContextManager[None]:
     """A context whose body runs in the NVTX range ``<class of mixer>.<name>``, if
     Megatron's profiling is on."""
+    utils = sys.modules["megatron.core.utils"]  # a mixer is a module of Megatron
     # A Megatron without the flag ``_nvtx_enabled`` always makes ranges.
-    utils = sys.modules.get("megatron.core.utils")
-    if utils is None or not getattr(utils, "_nvtx_enabled", True):
+    if not getattr(utils, "_nvtx_enabled", True):
         return _NO_NVTX_RANGE
     return _nvtx_range(utils, f"{type(mixer).__name__}.{name}")
 

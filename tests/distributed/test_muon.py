@@ -292,6 +292,43 @@ def test_it_does_so_where_data_parallel_ranks_share_the_optimizer(
     )
 
 
+FP32 = torch.float32
+HALF = torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    "dealt",
+    [
+        ([FP32, HALF], [HALF, FP32]),
+        ([FP32], [HALF, FP32]),
+        ([FP32], [HALF]),
+        ([HALF], [FP32]),
+        ([], [HALF, FP32]),
+        ([FP32], [FP32]),
+        ([HALF], [HALF]),
+    ],
+    ids=str,
+)
+@on_ranks(2, cp=1)
+def test_every_rank_gets_every_parameter_whoever_steps_it(dealt):
+    """``dealt``: the dtypes of the parameters that each rank steps. Those of one dtype
+    are gathered by Megatron."""
+    _, layer = in_parallel("gdn", 1)
+    optimizer = optimizer_of(wrapped(layer, "lists"), True, "duplicated", "lists")
+    rank = dist.get_rank()
+    held = [
+        [nn.Parameter(torch.full((3,), float(r == rank)).to(dtype)) for dtype in dtypes]
+        for r, dtypes in enumerate(dealt)
+    ]
+    optimizer.dp_cp_params_list = held
+    with patch.object(dist, "broadcast", wraps=dist.broadcast) as broadcast:
+        optimizer.allgather_params()
+    assert all(p.eq(1).all() for parameters in held for p in parameters)
+    assert optimizer.dp_cp_params_list is held
+    if dealt[0] == dealt[1]:
+        assert not broadcast.called
+
+
 @pytest.mark.parametrize("mixer", BY_NAME)
 @on_ranks(2, cp=1)
 def test_what_is_no_matrix_is_adams(mixer):

@@ -118,7 +118,6 @@ assert torch.equal(drawn, torch.rand(2))
 """
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(
     torch.cuda.is_available(), reason="nothing is changed when there is a GPU"
 )

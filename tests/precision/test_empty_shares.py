@@ -70,6 +70,20 @@ def resumed_equals_uninterrupted(kind: str, folder: str, ddp: dict) -> None:
         require_same_bits(shares(training), later)
 
 
+@pytest.mark.parametrize(
+    ("ddp", "held"),
+    [
+        ({"pad_buckets_for_high_nccl_busbw": True}, [2, 0]),
+        ({"overlap_grad_reduce": True, "bucket_size": 64}, [1, 1]),
+    ],
+    ids=["a rank without parameters", "several buckets"],
+)
+@pytest.mark.parametrize("kind", DISTRIBUTED)
+def test_it_is_resumed_where_it_was_saved(pools, tmp_path, kind, ddp, held):
+    assert pools(2).run(train_and_save, kind, str(tmp_path), ddp) == held
+    pools(2).run(resumed_equals_uninterrupted, kind, str(tmp_path), ddp)
+
+
 @pytest.mark.slow
 @paddings
 @pytest.mark.parametrize("kind", DISTRIBUTED)

@@ -9,6 +9,7 @@ from functools import partial
 from types import SimpleNamespace
 from unittest.mock import patch
 
+import megatron.core
 import pytest
 import torch
 import torch.distributed as dist
@@ -148,6 +149,32 @@ def test_saving_a_bf16_model_with_fp32_parameters(kind, remedied):
         assert str(outcome).startswith(WITHOUT[kind]), outcome
 
 
+@on_ranks(cp=1)
+def test_a_model_of_one_dtype_is_saved_as_megatron_saves_it():
+    training = stepped(FLOAT16, pattern="--")
+    said = []
+    states = []
+    for remedied in (True, False):
+        with remedy(remedied), patch.object(checkpoints, "log_once", said.append):
+            states.append(sharded_state(training)["optimizer"])
+    ours, theirs = states
+    assert ours.keys() == theirs.keys() and not said
+
+
+@pytest.mark.parametrize("key", ["fp32_from_fp16_params", "fp32_from_fp16"])
+@on_ranks(cp=1)
+def test_a_plain_state_dict_of_megatron_alone_loads(key):
+    """It lists the masters of 16-bit parameters; in old files under another name."""
+    first = stepped(FLOAT16)
+    with remedy(False):
+        state = first.megatron_optimizer.state_dict()
+    masters = state[key] = state.pop("fp32_from_fp16_params")
+    second = build(FLOAT16, seed=99).megatron_optimizer
+    second.load_state_dict(state)
+    for found, wanted in zip(second.fp32_from_float16_groups, masters, strict=True):
+        assert all(map(torch.equal, found, wanted))
+
+
 @remedies
 @on_ranks(2, cp=1)
 def test_equal_shapes_would_be_exchanged_in_silence(tmp_path, remedied):
@@ -277,6 +304,11 @@ def test_wrapping_is_reversible():
     assert sum(a is not b for a, b in zip(before, during, strict=True)) == 8
     restore_mixed_dtype_optimizers()
     assert methods() == before
+    # what a later version has repaired is left as it is
+    with patch.object(megatron.core, "__version__", "0.20.0"):
+        repair_mixed_dtype_optimizers()
+    assert sum(a is not b for a, b in zip(before, methods(), strict=True)) == 7
+    restore_mixed_dtype_optimizers()
     repair_mixed_dtype_optimizers()
 
 
@@ -370,31 +402,41 @@ def test_an_optimizer_gets_states_without_padding(cut, monkeypatch):
     assert "in a buffer of several buckets were corrected" in "".join(said)
 
 
-def test_another_failed_assertion_of_a_save_is_raised_at_once():
+@pytest.mark.parametrize(
+    ("error", "held"),
+    [(AssertionError, {"weight": 0}), (OSError, {})],
+    ids=["another assertion", "another error"],
+)
+def test_another_error_of_a_save_is_raised_at_once(error, held):
     """A second call would meet ranks that wait in the first one's collectives."""
     calls = []
-    optimizer = SimpleNamespace(gbuf_ranges=[{"bf16": [{"param_map": {"weight": 0}}]}])
+    optimizer = SimpleNamespace(gbuf_ranges=[{"bf16": [{"param_map": held}]}])
 
     def save(optimizer):
         calls.append(optimizer)
-        raise AssertionError("ranks disagree")
+        raise error("ranks disagree")
 
-    with pytest.raises(AssertionError, match="ranks disagree"):
+    with pytest.raises(error, match="ranks disagree"):
         store_empty_shares(save, optimizer)
     assert len(calls) == 1
 
 
-def test_a_share_without_parameters_is_saved_as_padding(monkeypatch):
-    """The second rank's share of eight elements, of which two are padding."""
+@pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16])
+def test_a_share_without_parameters_is_saved_as_padding(monkeypatch, moments):
+    """The second rank's share of eight elements, of which two are padding; in the
+    dtypes of a share beside it."""
     said = []
     monkeypatch.setattr(checkpoints, "log_once", said.append)
     bucket = SimpleNamespace(grad_data=torch.zeros(8), numel_unpadded=6)
+    moment = torch.ones(4, dtype=moments)
+    held = {"param": torch.ones(4), "exp_avg": moment, "step": torch.ones(())}
+    shares = [[]] if moments == torch.float32 else [[], [held]]
     optimizer = SimpleNamespace(
         gbuf_ranges=[{"bf16": [{"param_map": {}}]}],
-        buffers=[SimpleNamespace(buckets=[bucket])],
+        buffers=[SimpleNamespace(buckets=[bucket] * len(shares))],
         data_parallel_group=SimpleNamespace(size=lambda: 2, rank=lambda: 1),
         optimizer_state_keys=["exp_avg"],
-        get_parameter_state_dp_reshardable=lambda: [{"bf16": [[]]}],
+        get_parameter_state_dp_reshardable=lambda: [{"bf16": shares}],
     )
 
     def save(optimizer):
@@ -402,26 +444,31 @@ def test_a_share_without_parameters_is_saved_as_padding(monkeypatch):
         assert state[0]["bf16"][0], "empty bucket encountered"
         return state
 
-    ((entry,),) = store_empty_shares(save, optimizer)[0]["bf16"]
+    (entry,), *others = store_empty_shares(save, optimizer)[0]["bf16"]
+    assert others in ([], [[held]])
+    assert entry["exp_avg"].dtype == moments
     for name in ("param", "exp_avg"):
         assert entry.pop(name).tolist() == [0, 0]
     assert entry == {"gbuf_local_start": 0, "gbuf_local_end": 2, "padding": True}
     assert "holds no parameter was added" in "".join(said)
 
 
-def test_a_save_makes_no_states_and_a_load_makes_them():
-    made = []
-    member = SimpleNamespace(
-        is_stub_optimizer=False,
-        optimizer=SimpleNamespace(state={}),
-        config="config",
-        init_state_fn=lambda *given: made.append(given),
-    )
-    stub = SimpleNamespace(is_stub_optimizer=True)
-    chained = SimpleNamespace(chained_optimizers=[member, stub])
-    assert make_states_to_load(id, chained) == id(chained) and made == []
+@pytest.mark.parametrize("name", ["Adam", "AdamW", "SGD"])
+@on_ranks(cp=1)
+def test_a_save_makes_no_states_and_a_load_makes_them(name):
+    """torch's Adam has a step for each parameter, too."""
+    chained = build(FLOAT16).optimizer
+    (member,) = chained.chained_optimizers
+    groups = member.optimizer.param_groups
+    member.optimizer = getattr(torch.optim, name)(groups, lr=0.1)
+    chained.chained_optimizers.append(SimpleNamespace(is_stub_optimizer=True))
+    assert make_states_to_load(id, chained) == id(chained)
+    assert not member.optimizer.state
     assert make_states_to_load(id, chained, is_loading=True) == id(chained)
-    assert made == [(member.optimizer, "config")]
+    states = {"exp_avg", "exp_avg_sq", *(["step"] if name != "SGD" else [])}
+    for parameter in (p for group in groups for p in group["params"]):
+        state = member.optimizer.state[parameter]
+        assert state.keys() == states and not any(x.any() for x in state.values())
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -191,6 +191,20 @@ def test_an_upstream_checkpoint_gives_every_replica_its_fp32_master(
         assert torch.equal(rank["master"], old["master"])
 
 
+@pytest.mark.parametrize("kind", [FLOAT16, "fully_reshardable"])
+@on_ranks(2)
+def test_an_upstream_checkpoint_gives_the_master_where_it_was_saved_too(tmp_path, kind):
+    with parallel():
+        theirs = build(kind, upstream_layer=True)
+        made_up_step(theirs, 0)
+        save(theirs, str(tmp_path))
+        ours = build(kind, seed=99)
+        load(ours, str(tmp_path))
+        held = tensors_in(str(tmp_path))
+        assert torch.equal(ours.A_log, held[master_key(kind)])
+        assert not torch.equal(ours.A_log, held[A_LOG].float())
+
+
 @pytest.mark.slow
 @layouts
 def test_without_the_optimizer_it_is_the_rounded_value_or_the_master_on_request(
@@ -344,8 +358,13 @@ def test_sections_of_upstreams_tensor_come_where_the_layer_has_its_own(
 
 @pytest.mark.parametrize(
     "rows, shards",
-    [(15, [3] * 5), (12, [3, 9]), (12, [4] * 3)],
-    ids=["another size", "unequal shards", "more shards than divide a section"],
+    [(15, [3] * 5), (12, [3, 9]), (12, [4] * 3), (12, [5] * 2)],
+    ids=[
+        "another size",
+        "unequal shards",
+        "more shards than divide a section",
+        "shards that lack rows",
+    ],
 )
 def test_rows_of_upstreams_tensor_that_are_not_the_sections_are_refused(rows, shards):
     """Sections of 8 and 4 rows; each of upstream's shards has its part of both."""
