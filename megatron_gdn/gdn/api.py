@@ -335,12 +335,15 @@ def gradients_of_key_heads(grads: RuleGrads, key_heads: int) -> tuple[Tensor, ..
     """The gradients of q, k, v, g and beta, times ``grads.factor`` (``[H]``, or None).
     If dq and dk have H heads, they are summed to ``key_heads`` heads."""
     dq, dk, dv, dg, dbeta, factor = grads
-    if factor is not None:
-        dq, dk, dv = (x * factor[:, None] for x in (dq, dk, dv))
-        dg = dg * factor
-        dbeta = dbeta * factor
     dq = _sum_to_key_heads(dq, key_heads)
     dk = _sum_to_key_heads(dk, key_heads)
+    if factor is not None:
+        # value heads that share a key head have equal factors
+        factor_of_key_head = factor.view(key_heads, -1)[:, 0]
+        dq, dk = (x * factor_of_key_head[:, None] for x in (dq, dk))
+        dv = dv * factor[:, None]
+        dg = dg * factor
+        dbeta = dbeta * factor
     return dq, dk, dv, dg, dbeta
 
 

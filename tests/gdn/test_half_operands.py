@@ -6,6 +6,7 @@ import weakref
 import pytest
 import torch
 
+from megatron_gdn.gdn.api import run_rule
 from megatron_gdn.gdn.flash_qla import rule as flash_qla
 from megatron_gdn.gdn.flash_qla.rule import FlashQlaRule
 from megatron_gdn.gdn.half import HalfOperands
@@ -84,6 +85,15 @@ def test_output_and_every_gradient_at_any_size_of_the_gradient(exponent, strengt
     inputs = inputs._replace(beta=strength * inputs.beta)
     d_o = (d_o.double() * 2.0**exponent).bfloat16()
     assert_all_close(run(inputs, d_o), exact_run(inputs, d_o))
+
+
+def test_the_rule_as_a_function_takes_the_factor_out_of_every_gradient():
+    inputs, d_o = make_inputs()
+    d_o = d_o.half() / 16
+    leaves = RuleInputs(*(x.clone().requires_grad_() for x in inputs))
+    o, _ = run_rule(rule, leaves, None)
+    grads = torch.autograd.grad(o, leaves, d_o)
+    assert_all_close([o.detach(), *grads], exact_run(inputs, d_o))
 
 
 def test_another_size_of_the_gradient_is_another_factor_and_the_same_bits():
