@@ -127,6 +127,17 @@ class ToyMixer(RecurrentMixer):
 
     def __init__(self, config, pg_collection, *, cp_layout="zigzag", **options) -> None:
         given = MixerOptions(cp_layout=cp_layout, **options)
-        super().__init__(config, Dims(), given, pg_collection=pg_collection)
+        super().__init__(
+            config,
+            Dims(),
+            given,
+            layer_number=None,
+            pg_collection=pg_collection,
+            pp_layer_offset=0,
+            A_init_range=(1, 16),
+            conv_init=None,
+        )
         specs = MixerSubmodules(ColumnParallelLinear, TorchRMSNorm, RowParallelLinear)
-        self._build(specs, choose_rule, make_front)
+        self._build(
+            specs, choose_rule, make_front, name=None, bias=False, conv_bias=False
+        )

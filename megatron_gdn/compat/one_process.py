@@ -111,8 +111,7 @@ class _FinishedStream:
     """Replaces ``torch.cuda``'s streams and events on a CPU. There a call returns only
     after its work has ended."""
 
-    def __init__(self, *args: object, **kwargs: object) -> None:
-        self._recorded_at = 0.0
+    def __init__(self, *args: object, **kwargs: object) -> None: ...
 
     def record(self, stream: object = None) -> None:
         """Store the host's time; ``stream`` is ignored."""

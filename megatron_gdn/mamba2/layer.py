@@ -188,5 +188,6 @@ class Mamba2Mixer(MambaLayerMixer):
             partial(choose_ssd, given.backend, self.dims.state_shape),
             front_maker(mamba2_table, dt_limit=self.dt_limit),
             name=name,
+            bias=False,
             conv_bias=conv_bias,
         )

@@ -294,9 +294,7 @@ class FlaSSD(FlaRule):
         )
         d_dt = (d_v.float() * inputs.x).sum(-1)
         d_x = (
-            (d_v * inputs.dt[..., None])
-            .addcmul_(call.d_o.float(), inputs.D)
-            .to(inputs.x.dtype)
+            (d_v * inputs.dt[..., None]).addcmul_(call.d_o, inputs.D).to(inputs.x.dtype)
         )
         d_D = call.d_o.float() * inputs.x
         if inputs.D.shape[3] == 1:

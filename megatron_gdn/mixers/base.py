@@ -213,11 +213,11 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
         config: TransformerConfig,
         dims: Any,
         options: MixerOptions,
-        layer_number: int | None = None,
-        pg_collection: ProcessGroupCollection | None = None,
-        pp_layer_offset: int | None = 0,
-        A_init_range: tuple[float, float] = (1, 16),
-        conv_init: float | None = None,
+        layer_number: int | None,
+        pg_collection: ProcessGroupCollection | None,
+        pp_layer_offset: int | None,
+        A_init_range: tuple[float, float],
+        conv_init: float | None,
     ) -> None:
         """Check the settings and set sizes and groups; :meth:`_build` makes parameters.
 
@@ -437,7 +437,7 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
         rows: Tensor,
         batch: MicroBatch,
         own_rows: Tensor | None,
-        gates: Tensor | None = None,
+        gates: Tensor | None,
     ) -> tuple[Tensor, RefilledOutput | None]:
         """Compute out_proj's input from projection rows: front, rule and readout.
 
@@ -569,9 +569,9 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
         choose_rule: ChooseRule,
         make_front: MakeFront,
         *,
-        name: str | None = None,
-        bias: bool = False,
-        conv_bias: bool = False,
+        name: str | None,
+        bias: bool,
+        conv_bias: bool,
     ) -> None:
         """Make ``micro_batches`` and all parameters, then fill the parameters.
 

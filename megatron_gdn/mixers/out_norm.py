@@ -39,22 +39,23 @@ def is_plain_norm(module: nn.Module) -> bool:
     The plain classes are those in FORWARDS_OF_PLAIN_NORMS and Transformer Engine's
     RMSNorm. A module with a patched forward is not plain.
     """
-    weight = getattr(module, "weight", None)
-    if weight is None or weight.dim() != 1 or getattr(module, "eps", None) is None:
-        return False
     # a subclass of a known class may compute another function
-    cls = type(module)
+    cls: Any = type(module)
     if "forward" in vars(module):
         return False
     if cls in FORWARDS_OF_PLAIN_NORMS:
-        return cls.forward is FORWARDS_OF_PLAIN_NORMS[cls]
-    if cls.__name__ != "RMSNorm":
+        is_known = cls.forward is FORWARDS_OF_PLAIN_NORMS[cls]
+    else:
+        # a patched forward comes from another package
+        is_known = cls.__name__ == "RMSNorm" and all(
+            one.__module__.split(".")[0] == "transformer_engine"
+            for one in (cls, cls.forward)
+        )
+    if not is_known:
         return False
-    # a patched forward comes from another package
-    return all(
-        one.__module__.split(".")[0] == "transformer_engine"
-        for one in (cls, cls.forward)
-    )
+    norm: Any = module
+    # torch's norm may have no eps, no weight, or a weight of more dimensions
+    return norm.eps is not None and norm.weight is not None and norm.weight.dim() == 1
 
 
 def norm_for_stages(

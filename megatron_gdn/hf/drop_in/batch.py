@@ -458,7 +458,7 @@ def context_parallel_share(
         raise ValueError(
             f"the batch has no input_ids to be cut by; it has {', '.join(batch)}."
         )
-    rows, tokens = batch["input_ids"].shape[:2]
+    rows, tokens = batch["input_ids"].shape
     layout = SequenceLayout.parse(layout)
     lengths = [tokens]
     if layout is SequenceLayout.ZIGZAG and "cu_seq_lens_q" in batch:

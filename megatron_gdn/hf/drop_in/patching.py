@@ -329,7 +329,6 @@ def prepare_forward(
     cannot run the batch, they also get ``position_ids`` and a dict of masks, by kind of
     layer.
     """
-    kwargs.pop("gdn_batch", None)
     mask = kwargs.get("attention_mask")
     one_rank = group_of(options.cp_mesh) is None
     linear_mask = mask
