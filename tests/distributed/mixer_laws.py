@@ -176,6 +176,20 @@ def equals_written_out(mixer, lengths=None, tokens: int = 70, added=None) -> Non
         assert_close(f"gradient of {name}", grad, expected, tolerance)
 
 
+def starts_as_one_rank(mixers: Mixers) -> None:
+    """Tensor-parallel ranks start with their shares of what one rank starts with, so
+    they share replicated weights too."""
+    with parallel(tp=2):
+        torch.manual_seed(3)
+        one = mixers.build(mixers.config(), alone())
+        torch.manual_seed(3)
+        config = mixers.config(tensor_model_parallel_size=2)
+        mixer = mixers.build(config, groups_of_megatron())
+        for name, parameter in mixer.named_parameters():
+            expected = mixers.share(name, one.get_parameter(name), mixer)
+            assert torch.equal(parameter, expected), name
+
+
 def checkpoint_law(mixers: Mixers) -> None:
     """Saved at tp 2, loaded at tp 1, bit for bit; in bf16 with its fp32 parameters."""
     in_a_shared_folder(lambda folder: _checkpoint_moves(mixers, folder))

@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 from megatron.core import dist_checkpointing
+from megatron.core.ssm.mamba_mixer import _split_tensor_factory
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
 from torch import Tensor, nn
@@ -145,6 +146,26 @@ def _state(layer: nn.Module, names, as_bridge_alone: bool = False) -> dict:
     else:
         state = layer.sharded_state_dict("layer.", metadata=metadata())
     return {key: state[key] for key in (f"layer.in_proj.{name}" for name in names)}
+
+
+class SplitsItself(Adapted):
+    """Whose adapter gives a factory of its own, as Bridge's do for some linears."""
+
+    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
+        state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        key = f"{prefix}adapter.linear_out.weight"
+        rows = state[key].data.shape[0]
+        self.own = _split_tensor_factory(state[key], [2, rows - 2], ["a", "b"], 0)
+        return state | {key: self.own}
+
+
+@pytest.mark.parametrize("mixer", MIXERS)
+@on_ranks(1, tp=1)
+def test_what_an_adapter_splits_itself_is_left_as_it_is(mixer):
+    layer, _ = _build(mixer, 1, "by sections")
+    layer.in_proj = SplitsItself(layer.in_proj.to_wrap)
+    state = layer.sharded_state_dict("layer.", metadata=metadata())
+    assert state["layer.in_proj.adapter.linear_out.weight"] is layer.in_proj.own
 
 
 @pytest.mark.each_value

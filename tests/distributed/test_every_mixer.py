@@ -6,7 +6,11 @@ from functools import partial
 
 import pytest
 
-from tests.distributed.mixer_laws import checkpoint_law, parallel_equals_one_rank
+from tests.distributed.mixer_laws import (
+    checkpoint_law,
+    parallel_equals_one_rank,
+    starts_as_one_rank,
+)
 from tests.distributed.mixers import (
     FULL_GATES,
     GDN,
@@ -82,6 +86,11 @@ def test_four_ranks_equal_one_rank(pools, tp, cp, mode, mixers):
     options = {"D_has_hdim": True} if mixers is MAMBA2 and tp == 1 else {}
     given = {"lengths": UNEQUAL, "mode": mode, **options}
     pools(4).run(parallel_equals_one_rank, mixers, tp, cp, tp > 1, **given)
+
+
+@each
+def test_the_same_model_starts_at_every_tensor_parallel_size(pools, mixers):
+    pools(2).run(starts_as_one_rank, mixers)
 
 
 @each

@@ -10,11 +10,9 @@ from tests.distributed.mixer_laws import equals_written_out, parallel_equals_one
 from tests.distributed.mixers import (
     GDP,
     MAMBA2,
-    MAMBA2_FP32,
     build_mamba2,
     in_fp64,
 )
-from tests.parallel import alone, groups_of_megatron
 from tests.ranks import on_ranks
 
 UNEQUAL = (16, 0, 8, 24)
@@ -91,19 +89,3 @@ def test_chunkwise_takes_heads_that_no_exchange_could_share(pools):
     pools(4).run(
         parallel_equals_one_rank, MAMBA2, 1, 4, lengths=UNEQUAL, changes=changes
     )
-
-
-@on_ranks(tp=2)
-def test_the_same_model_starts_at_every_tensor_parallel_size():
-    """Tensor-parallel ranks start with their shares of what one rank starts with."""
-    torch.manual_seed(3)
-    mamba2 = MAMBA2_FP32
-    one = mamba2.build(mamba2.config(), alone())
-    torch.manual_seed(3)
-    mixer = mamba2.build(
-        mamba2.config(tensor_model_parallel_size=2), groups_of_megatron()
-    )
-    for name, parameter in mixer.named_parameters():
-        assert torch.equal(
-            parameter, mamba2.share(name, one.get_parameter(name), mixer)
-        ), name

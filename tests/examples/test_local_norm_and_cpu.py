@@ -5,9 +5,12 @@ from inspect import signature
 
 import pytest
 import torch
+from megatron.core.extensions import transformer_engine
+from megatron.core.models.hybrid import hybrid_block
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from torch import nn
 
+from megatron_gdn.compat.one_process import use_torch_norm_after_the_last_hybrid_layer
 from megatron_gdn.compat.torch_linear import DuplicatedLinear
 from megatron_gdn.compat.torch_norm import TorchRMSNorm
 from tests.parallel import make_config
@@ -53,6 +56,17 @@ def test_the_weight_is_marked_for_sequence_parallel_gradient_sums():
     for wanted in (False, True):
         config = make_config(tensor_model_parallel_size=2, sequence_parallel=wanted)
         assert TorchRMSNorm(config, 8).weight.sequence_parallel is wanted
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_a_hybrid_models_final_norm_is_that_of_an_engine_that_is_there(
+    monkeypatch, there
+):
+    theirs = object()
+    monkeypatch.setattr(transformer_engine, "HAVE_TE", there)
+    monkeypatch.setattr(hybrid_block, "TENorm", theirs)
+    use_torch_norm_after_the_last_hybrid_layer()
+    assert hybrid_block.TENorm is (theirs if there else TorchRMSNorm)
 
 
 def test_it_has_the_epsilon_of_megatrons_norms():

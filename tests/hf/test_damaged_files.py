@@ -5,6 +5,7 @@ import resource
 from pathlib import Path
 
 import pytest
+from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
@@ -37,8 +38,17 @@ def test_a_checkpoint_with_a_damaged_shard_is_named(
     imported, hf_folder, tmp_path, refused, shard, how
 ):
     file = sorted(imported.glob("*.distcp"))[shard]
+    stored = FileSystemReader(imported).read_metadata().storage_data.values()
+    ends = [x.offset + x.length for x in stored if x.relative_path == file.name]
+    assert max(ends) <= file.stat().st_size
     damage(file, how)
-    assert_named(file, hf_folder("dense"), tmp_path, refused)
+    said = assert_named(file, hf_folder("dense"), tmp_path, refused)
+    if how in ("empty", "cut"):
+        size = file.stat().st_size
+        needed = min(end for end in ends if end > size)
+        assert f" has {size} bytes, of {needed} or more that were written;" in said
+    elif how == "zeros":
+        assert " is damaged from byte 0 on;" in said
 
 
 @pytest.mark.each_value
@@ -134,10 +144,11 @@ def imported(hf_folder, tmp_path) -> Path:
     return tmp_path / "imported" / "release"
 
 
-def assert_named(damaged: Path, like: Path, at: Path, refused) -> None:
+def assert_named(damaged: Path, like: Path, at: Path, refused) -> str:
     source = damaged if damaged.is_dir() else damaged.parent
     said = refused("export", source, at / "back", "--like", like)
     assert (
         f"{damaged} " in said and said.startswith("error: ") and said.count("\n") == 1
     ), said
     assert not (at / "back").exists()
+    return said

@@ -296,7 +296,7 @@ BROKEN = {
     "no config": (lambda f: (f / "config.json").unlink(), "config.json does not exist"),
     "truncated": (
         lambda f: (f / SECOND).write_bytes((f / SECOND).read_bytes()[:-7]),
-        rf"{SECOND} is truncated or not.*bytes",
+        rf"{SECOND} is truncated or not .* file \({{bytes}} bytes\)",
     ),
     "missing file": (lambda f: (f / SECOND).unlink(), rf"{SECOND} is missing"),
     "wrong index": (
@@ -327,8 +327,26 @@ def test_a_broken_source_is_named_and_leaves_nothing_behind(
     copy, tmp_path, refused, breakage, message
 ):
     breakage(copy)
+    if (copy / SECOND).exists():
+        message = message.replace("{bytes}", str((copy / SECOND).stat().st_size))
     assert re.search(message, refused("import", copy, tmp_path / "imported"))
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_a_value_of_an_expert_that_is_not_finite_is_named_with_its_number(tmp_path):
+    """A tensor of all experts has one map for each, which reads this expert alone."""
+    values = torch.zeros(3, 2, 2)
+    values[1, 0, 0] = torch.inf
+    save_file({"experts": values}, tmp_path / "model.safetensors")
+    source = SafetensorsFolder(tmp_path)
+    file = source.path_of("experts")
+    assert not source.read_finite("experts", expert=0).any()
+    for expert, said in ((1, r" \(expert 1\)"), (None, "")):
+        values = 4 if expert else 12
+        with pytest.raises(
+            ValueError, match=f"^experts{said} in {file} .*of {values} "
+        ):
+            source.read_finite("experts", expert)
 
 
 def test_an_expert_that_is_not_there_is_named_with_its_file(hf_folder):
@@ -396,7 +414,10 @@ def test_a_target_that_cannot_be_made_is_named(copy, tmp_path, refused):
 
 def test_flags_need_no_megatron(hf_folder, tmp_path):
     """The command line imports it for the commands that build a model."""
-    flags = "from megatron_gdn.hf.__main__ import main; main(['flags', sys.argv[1]])"
+    flags = (
+        "from megatron_gdn.hf.__main__ import main\n"
+        "assert main(['flags', sys.argv[1]]) == 0"
+    )
     assert "--hidden-dropout 0.0 " in python_without(
         "megatron", flags, tmp_path, hf_folder("dense")
     )
@@ -539,13 +560,16 @@ def test_a_runs_arguments_tell_whether_norm_gains_are_whole(
     assert torch.equal(after.read(key), (gain.float() - 1).to(gain.dtype))
 
 
-@pytest.mark.parametrize("others", [1, 2])
+@pytest.mark.parametrize("others", [0, 1, 2])
 def test_a_file_that_transformers_would_load_alone_is_refused(tmp_path, others):
     names = ["model.safetensors", *(f"{n}.safetensors" for n in range(others))]
     for name in names:
         save_file({name: torch.zeros(1)}, tmp_path / name)
     index = {"weight_map": {name: name for name in names}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    if not others:
+        assert list(SafetensorsFolder(tmp_path).specs) == names
+        return
     with pytest.raises(ValueError, match="model.safetensors beside other files"):
         SafetensorsFolder(tmp_path)
 

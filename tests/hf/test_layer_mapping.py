@@ -15,6 +15,7 @@ from megatron_gdn.mamba2.hf import mamba2_layer_maps
 from megatron_gdn.mamba2.sizes import Mamba2Dims
 from megatron_gdn.mixers.tensor_map import TensorMap, bits_of
 from tests.gdn_mixer import gdn_dims
+from tests.parallel import share_of_rank
 
 BF16 = torch.bfloat16
 F32 = torch.float32
@@ -219,6 +220,17 @@ def test_a_ranks_share_is_as_large_as_a_layer_of_its_sizes(dims, stored):
 
     for ranks in (2, 4):
         assert shapes_of(dims, ranks) == shapes_of(dims.shard(ranks), 1)
+
+
+@pytest.mark.parametrize(("dims", "stored"), STORED.values(), ids=STORED)
+def test_a_ranks_share_is_that_of_the_layer(dims, stored):
+    """Of every parameter, as `share_of_rank` of the other laws cuts it."""
+    for entry in _layer_maps(dims, stored):
+        sources = [torch.randn(x.shape) for x in entry.sources]
+        full = entry.to_megatron(sources)
+        for rank, share in enumerate(entry.shards(full, 2)):
+            expected = share_of_rank(entry.name, full, dims, rank, 2)
+            assert torch.equal(share, expected), entry.name
 
 
 def test_a_file_in_fp64_is_read_but_for_parameters_that_are_fp32():

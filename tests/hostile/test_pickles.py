@@ -250,31 +250,37 @@ def strange(metadata) -> dict:
     }
 
 
-STRANGE = [
-    "no table",
-    "no places",
-    "a key",
-    "an entry",
-    "a size",
-    "a size below 0",
-    "a dtype",
-    "properties",
-    "a property",
-    "parts",
-    "a part",
-    "a part without fields",
-    "a part's dims",
-    "an offset",
-    "a length",
-    "a place",
-    "an index",
-]
+NO_TABLE = "is not a table of tensors and their files"
+NO_ENTRY = f"has an entry '{EMBEDDING}' that is neither a tensor nor an object"
+NO_PLACE = "has an invalid place in __0_"
+# What is said of each change.
+STRANGE = {
+    "no table": NO_TABLE,
+    "no places": NO_TABLE,
+    "a key": "has an entry 5 that is neither a tensor nor an object",
+    "an entry": NO_ENTRY,
+    "a size": NO_ENTRY,
+    "a size below 0": NO_ENTRY,
+    "a dtype": NO_ENTRY,
+    "properties": NO_ENTRY,
+    "a property": NO_ENTRY,
+    "parts": NO_ENTRY,
+    "a part": NO_ENTRY,
+    "a part without fields": "has an object without one of its fields: ",
+    "a part's dims": NO_ENTRY,
+    "an offset": NO_PLACE,
+    "a length": NO_PLACE,
+    "a place": NO_PLACE,
+    "an index": NO_PLACE,
+}
 
 
 @pytest.mark.parametrize("what", STRANGE)
 def test_a_table_of_another_form_is_refused(checkpoint, refusal, what):
     change(checkpoint, lambda metadata: strange(metadata)[what]())
-    assert f"{checkpoint / 'release' / '.metadata'} is missing or damaged" in refusal()
+    said = refusal()
+    assert f"{checkpoint / 'release' / '.metadata'} is missing or damaged" in said
+    assert STRANGE[what] in said
 
 
 def test_a_weight_of_whole_numbers_is_refused(checkpoint, refusal):

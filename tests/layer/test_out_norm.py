@@ -16,7 +16,8 @@ from megatron_gdn.mixers.out_norm import (
     gradients_summed,
     is_plain_norm,
 )
-from tests.distributed.layer_laws import NormInside, build_layer, randomise_
+from tests.distributed.layer_laws import NormInside, build_layer, randomise_, thd
+from tests.distributed.mixers import BY_NAME, whole
 from tests.parallel import assert_close, make_config
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -63,6 +64,22 @@ LATER = {
         norm, "weight", Doubled()
     ),
 }
+
+
+@pytest.mark.parametrize("kind", BY_NAME)
+def test_out_proj_gets_contiguous_rows_of_a_norm_that_gives_others(kind):
+    """Transformer Engine's linears take views of their inputs."""
+    layer = whole(kind)
+    norm = getattr(layer, "norm", None) or layer.out_norm
+    norm.register_forward_hook(lambda module, args, y: y.mT.contiguous().mT)
+    seen = []
+    layer.out_proj.register_forward_pre_hook(
+        lambda module, args: seen.append(args[0].is_contiguous())
+    )
+    x = torch.randn(7, 2, layer.config.hidden_size)
+    layer(x, packed_seq_params=None)
+    layer(x[:, :1], packed_seq_params=thd((3, 4)))
+    assert seen == [True, True]
 
 
 @pytest.mark.parametrize("norm", [DoubledOurs, DoubledTorchs, DoubledInside])

@@ -11,6 +11,8 @@ from functools import cache
 from importlib import import_module
 from pathlib import Path
 
+from megatron.core.ssm import gated_delta_net, mamba_mixer
+
 import megatron_gdn
 from megatron_gdn.ops.rules.fla_configurations import FIXED_CONFIGURATIONS
 
@@ -263,6 +265,23 @@ def test_a_method_has_the_defaults_of_the_one_that_it_replaces():
             if own[key] is not theirs[key] and own[key] != theirs[key]:
                 different[f"{name}({key})"] = own[key], theirs[key]
     assert pairs > 15 and different == {}
+
+
+def test_a_mixer_has_the_defaults_of_megatrons():
+    """Scripts that build and call either leave the same arguments out."""
+    pairs = 0
+    for ours, theirs in (
+        (megatron_gdn.GatedDeltaNet, gated_delta_net.GatedDeltaNet),
+        (megatron_gdn.Mamba2Mixer, mamba_mixer.MambaMixer),
+    ):
+        for name, original in inspect.getmembers(theirs, inspect.isfunction):
+            method = getattr(ours, name, original)
+            own = given_defaults(method)
+            common = own.keys() & given_defaults(original).keys()
+            pairs += method is not original and len(common)
+            expected = given_defaults(original)
+            assert {x: own[x] for x in common} == {x: expected[x] for x in common}, name
+    assert pairs > 30
 
 
 def test_a_kernels_launch_and_its_plain_twin_have_the_same_arguments():

@@ -332,6 +332,15 @@ def fully_sharded_equals_one_rank(family: str) -> None:
         assert gradient.dtype == torch.float32
         # A random model magnifies roundings in fp32; the same law in float64 is above.
         assert_close(name, gradient, truth[name], 1e-3)
+    # Shards in new memory, as after the meta device, and what is written there.
+    for layer in (*one.model.layers, *many.model.layers):
+        values = [1.25 * parameter.detach() for parameter in layer.parameters()]
+        layer.to_empty(device="cpu")
+        for parameter, value in zip(layer.parameters(), values, strict=True):
+            parameter.data.copy_(value)
+    logits = one(tokens, _packed_seq_ids=ids).logits
+    local = many(tokens[:, mine], _packed_seq_ids=ids[:, mine]).logits
+    assert_close("logits in new memory", local, logits[:, mine], 1e-3)
     if family == "KimiLinearForCausalLM":
         return  # its gate is no function of one number per head
     alone, sharded = (each.model.layers[0].linear_attn for each in (one, many))

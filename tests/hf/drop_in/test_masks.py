@@ -5,6 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
 from megatron_gdn import unpad_data
 from megatron_gdn.context_parallel.gathered import LocalDocument
@@ -40,6 +43,27 @@ def model(fresh, request):
     model.set_attn_implementation(request.param)
     patch(model)
     return model
+
+
+def test_softmax_attention_gets_the_keywords_that_transformers_gives(fresh):
+    """A function that a user registers may take no others."""
+    got = []
+
+    def watched(*args, **keywords):
+        got.append(set(keywords))
+        return sdpa_attention_forward(*args, **keywords)
+
+    AttentionInterface.register("watched", watched)
+    AttentionMaskInterface.register("watched", sdpa_mask)
+    model = fresh(DENSE)
+    model.set_attn_implementation("watched")
+    model(TOKENS, use_cache=False)
+    theirs = len(got)
+    patch(model)
+    for told in ({}, {"_packed_seq_ids": torch.tensor(IDS)}):
+        model(TOKENS, use_cache=False, **told)
+    assert len(got) == 3 * theirs > 0
+    assert all(keywords == got[0] for keywords in got), got
 
 
 @pytest.mark.each_value
