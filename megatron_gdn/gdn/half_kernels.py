@@ -121,7 +121,7 @@ def _scale_kernel(
             tl.store(down_ptr + g * RATIO + member, down)
     base = tl.cast(first, tl.int64) * (G * C) + g * C
     at_RC = t_R[:, None] * (G * C) + c_C[None, :]
-    x_RC = tl.load(x_ptr + base + at_RC, mask=real_RC, other=0.0).to(tl.float32)
+    x_RC = tl.load(x_ptr + base + at_RC, mask=real_RC).to(tl.float32)
     tl.store(out_ptr + base + at_RC, (x_RC * factor).to(tl.float16), mask=real_RC)
 
 

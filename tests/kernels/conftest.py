@@ -127,22 +127,25 @@ def _unread_checks_left_out() -> None:
     builder.options = replace(builder.options, sanitize_overflow=False)
 
 
-def _masked_lanes_hold_nan() -> None:
+def _masked_lanes_hold_anything() -> None:
     """A load that names no other value for the lanes that its mask hides promises
     nothing of them: Triton's interpreter has zeros there."""
     from triton.runtime import interpreter
 
     load = interpreter.InterpreterBuilder.create_masked_load
 
-    def load_with_nan(self, ptrs, mask, other, *args):
+    def load_anything(self, ptrs, mask, other, *args):
         if other is None:
             dtype = interpreter._get_np_dtype(ptrs.get_element_ty())
-            unknown = np.nan if dtype.kind == "f" else np.iinfo(dtype).max
+            is_float = dtype.kind == "f"
+            unknown = 1e4 if is_float else np.iinfo(dtype).max
             data = np.full_like(ptrs.data, unknown, dtype=dtype)
+            if is_float:
+                data.flat[::2] = np.nan  # some kernels skip what is not finite
             other = interpreter.TensorHandle(data, ptrs.get_element_ty())
         return load(self, ptrs, mask, other, *args)
 
-    interpreter.InterpreterBuilder.create_masked_load = load_with_nan
+    interpreter.InterpreterBuilder.create_masked_load = load_anything
 
 
 def _elements_lie_in_their_tensors() -> None:
@@ -225,7 +228,7 @@ if INTERPRETED:
     _unread_checks_left_out()
     _types_made_once()
     _numpy_scalars_as_indices()
-    _masked_lanes_hold_nan()
+    _masked_lanes_hold_anything()
     _elements_lie_in_their_tensors()
     _masks_of_bools()
     _arithmetic_is_fp32()

@@ -14,7 +14,7 @@ from megatron_gdn.ops.kernels.tiles import FrontTile
 from megatron_gdn.ops.rules.base import Bits
 
 from .conftest import INTERPRETED
-from .kernel_cases import Case, assert_close
+from .kernel_cases import DEFAULT_SIZES, Case, assert_close
 
 # several segments, and three tiles of 65 tokens
 SMALL_WALK = FrontTile(rows=8, steps=4, warps=4)
@@ -160,8 +160,10 @@ def test_parameters_in_bf16_are_computed_with_in_fp32(case):
 
 @pytest.mark.parametrize("boundary", [29, 30, 64, 66, 67])
 def test_walks_see_a_boundary_as_far_as_the_taps_reach(boundary, device):
-    """The middle one of three walks of 32 tokens reads the tokens 29 to 66."""
-    case = Case(device, S=96, lengths=(boundary, 96 - boundary))
+    """The middle one of three walks of 32 tokens reads the tokens 29 to 66: it needs no
+    mask of tokens at 29 and 67, and at 29 a mask of channels."""
+    sizes = HeadSizes(1, 2, 12, 20) if boundary == 29 else DEFAULT_SIZES
+    case = Case(device, S=96, lengths=(boundary, 96 - boundary), sizes=sizes)
     grads = case.grads(per_value_head=False)
     twin = case.double()
     assert_close(

@@ -538,10 +538,10 @@ def _sum_strip(
         for copy in tl.static_range(COPIES):
             rank = rank_group * COPIES + copy
             if rank == own_rank:
-                x_RD = tl.load(hp_R + column_D, mask=mask_R, other=0.0)
+                x_RD = tl.load(hp_R + column_D, mask=mask_R)
             else:
                 offset = (rank - (rank > own_rank).to(tl.int32)) * message_size
-                x_RD = tl.load(message_R + offset + column_D, mask=mask_R, other=0.0)
+                x_RD = tl.load(message_R + offset + column_D, mask=mask_R)
             total_RD += x_RD.to(WIDE)
         tl.store(cp_R + column_D, total_RD.to(cp_R.dtype.element_ty), mask=mask_R)
 

@@ -87,7 +87,7 @@ def _walk_one_token(
         )
     x_RD = x_RD.to(tl.float32)
     if MASK_DOCUMENTS:
-        position_R = tl.load(position_ptr + t_R, mask=real_R, other=0)
+        position_R = tl.load(position_ptr + t_R, mask=real_R)
         history = drop_other_document(history, position_R, W)
     pre_RD = convolve(x_RD, history, taps, bias_1D, W, HAS_BIAS)
     # ``lead_row_R`` is always returned, so it needs a value without a history too.
@@ -197,7 +197,7 @@ def walk_head_backward(
 
     if MASK_DOCUMENTS:
         position_ptr += start
-        position_R = tl.load(position_ptr + first_R, mask=room_R > 0, other=0)
+        position_R = tl.load(position_ptr + first_R, mask=room_R > 0)
     else:
         position_R = start + first_R
     x_at_RD = x_ptr + first_R[:, None] * stride_s + d_1D

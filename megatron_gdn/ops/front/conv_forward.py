@@ -71,12 +71,12 @@ def push_row(newest, rows, COUNT: tl.constexpr):
 def load_taps(weight_ptr, column, d_D, real_D, W: tl.constexpr):
     """Load the W taps of channels ``column + d_D`` from the conv weight [C, 1, W].
 
-    Returns a tuple of fp32 rows [1, D], the tap of the oldest input first; 0 where
-    ``real_D`` is False.
+    Returns a tuple of fp32 rows [1, D], the tap of the oldest input first; any numbers
+    where ``real_D`` is False.
     """
     taps = ()
     for tap in tl.static_range(W):
-        tap_D = tl.load(weight_ptr + (column + d_D) * W + tap, mask=real_D, other=0.0)
+        tap_D = tl.load(weight_ptr + (column + d_D) * W + tap, mask=real_D)
         taps = taps + (tap_D.to(tl.float32)[None, :],)
     return taps
 
@@ -88,7 +88,7 @@ def load_bias(
     """The bias of channels ``column + d_D`` in fp32, as a row; zeros unless
     HAS_BIAS."""
     if HAS_BIAS:
-        bias_D = tl.load(bias_ptr + column + d_D, mask=real_D, other=0.0).to(tl.float32)
+        bias_D = tl.load(bias_ptr + column + d_D, mask=real_D).to(tl.float32)
         return bias_D[None, :]
     else:
         return tl.zeros((1, BLOCK_D), tl.float32)
@@ -181,7 +181,7 @@ def meets_a_boundary(
     if PACKED:
         # The last token's position in its document shows whether the document begins
         # W - 1 tokens before ``start`` or earlier.
-        last = tl.load(position_ptr + end - 1, mask=end <= S, other=0)
+        last = tl.load(position_ptr + end - 1, mask=end <= S)
         meets = meets | (last - (end - 1 - start) < W - 1)
     return meets
 
@@ -244,7 +244,7 @@ def walk_head(
     taps = load_taps(weight_ptr, column, d_D, real_D, W)
     bias_1D = load_bias(bias_ptr, column, d_D, real_D, BLOCK_D, HAS_BIAS)
     if MASK_DOCUMENTS:
-        position_R = tl.load(position_ptr + start + first_R, mask=room_R > 0, other=0)
+        position_R = tl.load(position_ptr + start + first_R, mask=room_R > 0)
     else:
         position_R = start + first_R
     x_at_RD = x_ptr + first_R[:, None] * stride_s + d_1D
@@ -261,9 +261,7 @@ def walk_head(
             x_at_RD = x_ptr + t_R[:, None] * stride_s + d_1D
             x_RD = load_row(x_at_RD, room_R > step, real_1D, PADDED, MASKED)
             if MASK_DOCUMENTS:
-                position_R = tl.load(
-                    position_ptr + start + t_R, mask=room_R > step, other=0
-                )
+                position_R = tl.load(position_ptr + start + t_R, mask=room_R > step)
                 history = drop_other_document(history, position_R, W)
             x_RD = x_RD.to(tl.float32)
             pre_RD = convolve(x_RD, history, taps, bias_1D, W, HAS_BIAS)

@@ -170,7 +170,7 @@ def add_rows_kernel(
     token = tl.cast(tl.load(line_ptr), tl.int64)
     real_C = (c_C < CHANNELS) & (token >= 0)
     at_C = d_rows_ptr + token * stride_s + b * stride_b + c_C
-    total_C = tl.load(at_C, mask=real_C, other=0.0).to(tl.float32)
+    total_C = tl.load(at_C, mask=real_C).to(tl.float32)
     for number in tl.range(0, most):
         source = tl.cast(tl.load(line_ptr + 1 + number), tl.int64)
         row_C = returned_ptr + (source * tl.num_programs(2) + b) * CHANNELS + c_C

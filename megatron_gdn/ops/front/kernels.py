@@ -209,10 +209,8 @@ def _compute_gate_section(
         if HAS_A_LOG:
             # a vector in both cases: all channels of a head share its A_log
             head_D = head + 0 * d_D if PER_CHANNEL else d_D
-            A_log_1D = tl.load(A_log_ptr + head_D, mask=real_D, other=0.0).to(
-                tl.float32
-            )[None, :]
-            dt_bias_D = tl.load(dt_bias_ptr + head * D + d_D, mask=real_D, other=0.0)
+            A_log_1D = tl.load(A_log_ptr + head_D, mask=real_D).to(tl.float32)[None, :]
+            dt_bias_D = tl.load(dt_bias_ptr + head * D + d_D, mask=real_D)
             dt_bias_1D = dt_bias_D.to(tl.float32)[None, :]
         base = tl.cast(start, tl.int64)
         rows_ptr += base * stride_s + (COLUMN + head * D)
@@ -220,9 +218,7 @@ def _compute_gate_section(
         for first_token in tl.range(0, end, TILE_TOKENS):
             t_T = first_token + tl.arange(0, TILE_TOKENS)
             real_TD = (t_T < end)[:, None] & real_D[None, :]
-            x_TD = tl.load(
-                rows_ptr + t_T[:, None] * stride_s + d_D[None, :], real_TD, 0.0
-            )
+            x_TD = tl.load(rows_ptr + t_T[:, None] * stride_s + d_D[None, :], real_TD)
             x_TD = x_TD.to(tl.float32)
             if HAS_A_LOG:
                 x_TD += dt_bias_1D
@@ -551,16 +547,12 @@ def _compute_gate_section_backward(
         A_log_1D = 0.0
         dt_bias_1D = 0.0
         if HAS_A_LOG:
-            A_log_1D = tl.load(A_log_ptr + head_D, mask=real_D, other=0.0).to(
-                tl.float32
-            )[None, :]
-            dt_bias_D = tl.load(dt_bias_ptr + head * D + d_D, mask=real_D, other=0.0)
+            A_log_1D = tl.load(A_log_ptr + head_D, mask=real_D).to(tl.float32)[None, :]
+            dt_bias_D = tl.load(dt_bias_ptr + head * D + d_D, mask=real_D)
             dt_bias_1D = dt_bias_D.to(tl.float32)[None, :]
         factor_1D = 1.0
         if SCALED:
-            factor_1D = tl.load(factor_ptr + head_D * (H // HEADS), real_D, 0.0)[
-                None, :
-            ]
+            factor_1D = tl.load(factor_ptr + head_D * (H // HEADS), real_D)[None, :]
         base = tl.cast(start, tl.int64)
         rows_ptr += base * stride_s + (COLUMN + head * D)
         d_rows_ptr += base * d_stride_s + (COLUMN + head * D)
@@ -570,9 +562,7 @@ def _compute_gate_section_backward(
         for first_token in tl.range(0, end, TILE_TOKENS):
             t_T = first_token + tl.arange(0, TILE_TOKENS)
             real_TD = (t_T < end)[:, None] & real_D[None, :]
-            x_TD = tl.load(
-                rows_ptr + t_T[:, None] * stride_s + d_D[None, :], real_TD, 0.0
-            )
+            x_TD = tl.load(rows_ptr + t_T[:, None] * stride_s + d_D[None, :], real_TD)
             x_TD = x_TD.to(tl.float32)
             if HAS_A_LOG:
                 x_TD += dt_bias_1D
@@ -585,11 +575,11 @@ def _compute_gate_section_backward(
             d_second_TD = d_first_TD
             for member in tl.static_range(GROUP):
                 d_first_TD += tl.load(
-                    d_first_ptr + at_TD + member * COPY_DISTANCE, real_TD, 0.0
+                    d_first_ptr + at_TD + member * COPY_DISTANCE, real_TD
                 )
                 if RESULT_COUNT == 2:
                     d_second_TD += tl.load(
-                        d_second_ptr + at_TD + member * COPY_DISTANCE, real_TD, 0.0
+                        d_second_ptr + at_TD + member * COPY_DISTANCE, real_TD
                     )
             if SCALED:
                 # Only a rule in fp16 scales gradients, and its gates have one result.

@@ -318,17 +318,15 @@ def conv_head_step(
     """
     d_D = tl.arange(0, BLOCK_D)
     real_D = (d_D < D) & has_slot
-    x_raw = tl.load(row_ptr + column + d_D, mask=real_D, other=0.0)
+    x_raw = tl.load(row_ptr + column + d_D, mask=real_D)
     taps_ptr = weight_ptr + (column + d_D) * W
     past_ptr = history_ptr + (column + d_D) * HISTORY_ROWS
-    pre_D = x_raw.to(tl.float32) * tl.load(taps_ptr + W - 1, mask=real_D, other=0.0).to(
-        tl.float32
-    )
+    pre_D = x_raw.to(tl.float32) * tl.load(taps_ptr + W - 1, mask=real_D).to(tl.float32)
     for place in tl.static_range(HISTORY_ROWS):
-        past_raw = tl.load(past_ptr + place, mask=real_D, other=0.0)
+        past_raw = tl.load(past_ptr + place, mask=real_D)
         if place >= HISTORY_ROWS - (W - 1):
             tap_ptr = taps_ptr + (place - (HISTORY_ROWS - (W - 1)))
-            tap_D = tl.load(tap_ptr, mask=real_D, other=0.0).to(tl.float32)
+            tap_D = tl.load(tap_ptr, mask=real_D).to(tl.float32)
             pre_D += past_raw.to(tl.float32) * tap_D
         if place > 0:
             tl.store(past_ptr + place - 1, past_raw, mask=real_D)
@@ -346,7 +344,7 @@ def conv_head_step(
             mask=real_D,
         )
     if HAS_BIAS:
-        pre_D += tl.load(bias_ptr + column + d_D, mask=real_D, other=0.0).to(tl.float32)
+        pre_D += tl.load(bias_ptr + column + d_D, mask=real_D).to(tl.float32)
     act_D = pre_D * sigmoid(pre_D)
     if UNIT_LENGTH:
         act_D = tl.where(real_D, act_D, 0.0)
@@ -436,7 +434,7 @@ def state_step_kernel(
         key_at = K_AT + (step * G + group) * K
         key_K = tl.load(convolved_ptr + key_at + k_K, mask=there_K, other=0.0)
         value_at = V_AT + (step * H + h) * V
-        value_V = tl.load(convolved_ptr + value_at + v_V, mask=there_V, other=0.0)
+        value_V = tl.load(convolved_ptr + value_at + v_V, mask=there_V)
         write_K = other_K
         if SECOND_FUNCTION is not None:
             write_K, _ = _compute_gate(
@@ -479,7 +477,7 @@ def state_step_kernel(
         tl.store(after_ptr + slot * after_stride + place_KV, kept_KV, mask=real_KV)
     o_V = tl.sum(S_KV * (q_K * scale)[:, None], axis=0)
     if D_PER_HEAD > 0:
-        D_V = tl.load(D_ptr + h * D_PER_HEAD + v_V % D_PER_HEAD, mask=real_V, other=0.0)
+        D_V = tl.load(D_ptr + h * D_PER_HEAD + v_V % D_PER_HEAD, mask=real_V)
         o_V += D_V.to(tl.float32) * value_V
     o_V = tl.where(slot >= 0, o_V, 0.0)
     tl.store(o_ptr + (n * H + h) * V + v_V, o_V, mask=real_V)
@@ -577,5 +575,5 @@ def write_slots_kernel(
     slot = tl.load(slot_ptr + n).to(tl.int64)
     d_D = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     real_D = (d_D < size) & (slot >= 0)
-    x_D = tl.load(values_ptr + n * size + d_D, mask=real_D, other=0.0)
+    x_D = tl.load(values_ptr + n * size + d_D, mask=real_D)
     tl.store(buffer_ptr + slot * stride + d_D, x_D, mask=real_D)

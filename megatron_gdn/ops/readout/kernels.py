@@ -287,7 +287,7 @@ def gated_norm_forward_kernel(
         o_ptr + row_R[:, None] * (G * V) + d_V[None, :], mask=real_RV, other=0.0
     )
     z_RV = tl.load(z_ptr + z_R[:, None] + d_V[None, :], mask=real_RV, other=0.0)
-    gamma_V = tl.load(gamma_ptr + column + d_V, mask=real_V, other=0.0).to(tl.float32)
+    gamma_V = tl.load(gamma_ptr + column + d_V, mask=real_V).to(tl.float32)
     if ZERO_CENTERED:
         gamma_V += 1.0
     o_RV = o_RV.to(tl.float32)
