@@ -133,6 +133,33 @@ def test_a_rule_gets_tensors_as_aligned_as_whole_ones():
     assert all(x.data_ptr() % ALIGNMENT_BYTES == 0 for x in seen)
 
 
+def test_rows_of_neighbours_are_not_copied():
+    x = torch.randn(1, 9, 4)  # 16 bytes a token
+    for level in Tree((-1, 0, 0), (3, 2, 4)).documents.levels:
+        rows = level.rows_of(x)
+        assert rows.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+
+
+def test_a_forward_whose_gradient_nobody_asks_for_computes_no_map():
+    rule = plain_rule(SIZES)
+    calls = []
+
+    class Watched(type(rule)):
+        class forward_class(type(rule).forward_class):
+            def state_map(self):
+                calls.append("map")
+                return super().state_map()
+
+    tree = Tree((-1, 0, 1, 1), (3, 2, 4, 1))  # one level has parents and children
+    leaves, _ = make_inputs(SIZES, 10)
+    with patch(f"{__name__}.plain_rule", lambda sizes: Watched()):
+        kept = run(leaves, leaves[0], tree.documents)
+        assert calls == ["map"]
+        with torch.no_grad():
+            assert torch.equal(run(leaves, leaves[0], tree.documents), kept)
+    assert calls == ["map"]
+
+
 @pytest.mark.parametrize(
     "parents, lengths, told",
     [

@@ -225,10 +225,9 @@ class PlainBackward(RuleBackward):
         d_initial = d_final.clone()
         d_carried = torch.zeros_like(d_final[0])
         with full_fp32_matmul(self.d_o.device.type):
-            # The state before each group; None before the first. Without ``of_inputs``
-            # zeros stand for states, which are not needed.
+            # The state before each group. Without ``of_inputs`` zeros stand for states,
+            # which are not needed.
             carried: list[Tensor | None] = [d_carried] * len(table.groups)
-            carried[0] = None
             if of_inputs:
                 _, carried = chunks.pass_states(table.groups[:-1], initial)
             for group in reversed(table.groups):
