@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from megatron_gdn import set_documents, static_packed_seq_params
 from megatron_gdn.compat import observe
 from megatron_gdn.context_parallel import price
+from megatron_gdn.context_parallel.layouts import SequenceLayout
 from megatron_gdn.context_parallel.scheme import WholeSequences
 from megatron_gdn.gdn import layer as layer_module
 from megatron_gdn.mixers.packing import static_documents_of
@@ -227,6 +228,42 @@ def test_auto_logs_each_choice_once():
     assert "takes 'headwise'" in headwise and "8 tokens" in headwise
     assert "2 ranks, 2 per machine" in headwise and "ms chunkwise" in headwise
     assert "takes 'chunkwise'" in chunkwise
+
+
+@pytest.mark.parametrize("case", ["rows", "documents", "bf16"])
+@on_ranks(cp=2)
+def test_auto_takes_the_price_of_the_micro_batch_that_it_gets(case):
+    """Each batch row has states of its own, and in zigzag each document."""
+    messages: list[str] = []
+    observe.log_once.cache_clear()
+    layer = over_ranks()
+    tokens = 2**16 if case == "documents" else 2**18
+    lengths = (16,) * (tokens // 16) if case == "documents" else None
+    rows = 3 if case == "rows" else 1
+    dtype = torch.bfloat16 if case == "bf16" else torch.float32
+    proj = torch.empty(1, 1, layer.dims.layout.width, dtype=dtype)
+    proj = proj.expand(tokens // 2, rows, -1)
+    packed = None if lengths is None else thd(lengths)
+    with patch.object(
+        observe, "log_single_rank", lambda *args: messages.append(args[2])
+    ):
+        scheme = layer.micro_batches.of(packed, proj).scheme
+    cost = price.price(
+        layer.dims.heads.state_shape,
+        layer.dims.layout.share(2),
+        cp_size=2,
+        layout=SequenceLayout.ZIGZAG,
+        tokens=tokens,
+        rows=rows,
+        lengths=lengths,
+        element_size=dtype.itemsize,
+        ranks_per_machine=2,
+    )
+    assert scheme.name == cost.cheaper_mode
+    (message,) = [m for m in messages if "linear_cp_mode" in m]
+    sequences = rows if lengths is None else len(lengths)
+    assert f"{tokens} tokens in {sequences} sequences over 2 ranks" in message
+    assert f"{cost.headwise:.2f} ms headwise, {cost.chunkwise:.2f} ms c" in message
 
 
 @on_ranks(cp=2)
