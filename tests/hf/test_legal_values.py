@@ -1,5 +1,7 @@
 """Which values each field of a config.json may have: as its words say, and as before."""
 
+import json
+import math
 import re
 from pathlib import Path
 
@@ -39,6 +41,58 @@ def test_a_number_is_legal_to_its_bounds(name):
     assert not is_legal(high + beyond) and not is_legal(low - beyond)
     assert not is_legal(True) and not is_legal(str(high)) and not is_legal(None)
     assert not is_legal(float("nan"))
+
+
+def _elements(words):
+    """Elements that a list of these may have, and others."""
+    if found := re.fullmatch(r"whole numbers from (\d+)", words):
+        low = int(found[1])
+        return [low, low + 1], [low - 1, True, str(low), low + 0.0, None]
+    if words == "texts":
+        return ["", "a"], [1, None, ["a"]]
+    return re.findall("'(.*?)'", words), ["others", 1, None]
+
+
+def _values(words):
+    """Values that these words allow, and others."""
+    if words.startswith("a list of "):
+        legal, others = _elements(words.removeprefix("a list of "))
+        lists = [[], legal, tuple(legal), *([x] for x in legal)]
+        return lists, [*([x] for x in others), [*legal, others[0]], *legal, {}, None]
+    if found := re.fullmatch(r"1 to (\d+) of the symbols (.*)", words):
+        symbols = re.findall("'(.*?)'", found[2])
+        text = "".join(symbols)
+        longest = symbols[0] * int(found[1])
+        return [*symbols, text, longest], ["", text + "X", longest + "M", symbols, None]
+    if words == "an object":
+        return [{}, {"a": 1}], [[], "a", 1, None]
+    legal = [json.loads(x.replace("'", '"')) for x in words.split(" or ")]
+    others = [
+        None,
+        "other",
+        2,
+        1.0,
+        0.0,
+        [1],
+        {},
+        [0, 1],
+        [1, math.inf],
+        [False, math.inf],
+        [0],
+    ]
+    others += [False, True, 0, 1, 3, 5]
+    written = [json.dumps(x) for x in legal]
+    return [x for x in legal if x is not None], [
+        x for x in others if json.dumps(x) not in written
+    ]
+
+
+@pytest.mark.parametrize("name", [name for name, found in NUMBERS.items() if not found])
+def test_other_values_are_legal_as_the_words_say(name):
+    field = FIELD_TABLE[name]
+    legal, others = _values(field.legal_values)
+    assert [x for x in legal if not field.is_legal(x)] == []
+    assert [x for x in others if field.is_legal(x)] == []
 
 
 if __name__ == "__main__":
