@@ -237,3 +237,19 @@ def test_the_function_takes_heads_before_tokens(kernels):
         ("o", *NAMES[1:6]), by(FlaGDN(), heads_first), expected, strict=True
     ):
         assert_close(name, got, exact)
+
+
+def test_the_function_takes_gates_in_bf16(kernels):
+    torch.manual_seed(0)
+    (q, k, v, *gates), d_o = gdn(1, 70, 1)
+    gates = [x.bfloat16() for x in gates]
+
+    def by(*gates):
+        leaves = RuleInputs(*(x.clone().requires_grad_() for x in (q, k, v, *gates)))
+        o, _ = run_rule(FlaGDN(), leaves, None)
+        return o, *torch.autograd.grad(o, leaves, d_o)
+
+    found, expected = by(*gates), by(*(x.float() for x in gates))
+    assert [x.dtype for x in found[4:]] == [torch.bfloat16] * 2
+    for x, wide in zip(found, expected, strict=True):
+        assert torch.equal(x, wide.to(x.dtype))

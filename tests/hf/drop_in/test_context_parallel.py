@@ -109,6 +109,7 @@ def test_of_two_ranks(pools, law):
 
 def test_what_ranks_cannot_share_is_refused_on_every_rank(pools):
     two_rows = torch.tensor([[1, 1, 1, 1, 2, 2, 2, 2]]).expand(2, -1)
+    late = torch.tensor([[0, 0, 0, 0, 1, 1, 1, 1], [1] * 8])
     cases = [
         ("zigzag_buffer", {}, {"tokens": 5}, "10 tokens, which is not a multiple of 4"),
         (
@@ -165,6 +166,13 @@ def test_what_ranks_cannot_share_is_refused_on_every_rank(pools):
             {},
             {"attention_mask": two_rows},
             "packed documents in one row only",
+            2,
+        ),
+        (
+            "zigzag_buffer",
+            {},
+            {"attention_mask": late},
+            "padding before tokens in one row only",
             2,
         ),
         (

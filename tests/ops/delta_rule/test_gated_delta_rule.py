@@ -180,6 +180,20 @@ def test_autocast_does_not_round_the_chunk_rule():
     assert all(torch.equal(actual[name], expected[name]) for name in NAMES)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("backend", ["recurrent", "reference"])
+def test_gates_of_any_dtype_are_those_in_fp32(backend, dtype):
+    *inputs, state = make_inputs(1, 70, 2, 4, 8, 8, 1.0, dtype=torch.bfloat16)
+    given = [*inputs[:3], *(x.to(dtype) for x in inputs[3:]), state]
+    in_fp32 = [*inputs[:3], *(x.float() for x in inputs[3:]), state]
+    rule = partial(gated_delta_rule, backend=backend)
+    found, expected = (outputs_and_gradients(rule, x) for x in (given, in_fp32))
+    for name in NAMES:
+        gate = name in ("dg", "dbeta")
+        assert found[name].dtype == (dtype if gate else expected[name].dtype)
+        assert torch.equal(found[name], expected[name].to(found[name].dtype)), name
+
+
 @pytest.mark.parametrize(
     ("backend", "function"),
     [
