@@ -98,6 +98,8 @@ def test_another_normalization_is_refused():
 
 
 OTHERS = """
+from time import perf_counter, sleep
+
 import torch
 from megatron_gdn.compat.one_process import run_megatron_on_cpu
 
@@ -115,6 +117,13 @@ for attempt in (x.cuda, lambda: torch.zeros(1, device="cuda")):
         continue
     raise SystemExit("a GPU appeared from nowhere")
 assert not torch.cuda.is_available()
+
+first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+begun = perf_counter()
+first.record()
+sleep(0.005)
+assert torch.cuda.current_stream().record_event(last) is last and last.query()
+assert 4.9 <= first.elapsed_time(last) <= 1e3 * (perf_counter() - begun)
 
 from megatron.core import tensor_parallel
 from megatron.core.optimizer import clip_grads

@@ -4,11 +4,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from megatron_gdn.context_parallel.headwise import exchange
 from megatron_gdn.gdn.front import gdn_table
-from megatron_gdn.ops import causal_conv1d
+from megatron_gdn.ops import causal_conv1d, obstacles
 from megatron_gdn.ops.delta_rule.base import HeadSizes
 from megatron_gdn.ops.front import plain
-from megatron_gdn.ops.obstacles import log_obstacle_once
 
 
 def make(B=2, T=13, C=5, W=4, seed=0):
@@ -158,11 +158,12 @@ def test_bad_input_is_refused(arguments, message):
         causal_conv1d(**{"x": x, "weight": weight, **arguments})
 
 
-def test_a_front_on_a_gpu_without_triton_is_plain_torch_and_the_log_says_so(
-    monkeypatch, caplog
-):
-    monkeypatch.setattr(plain, "why_not_triton", lambda *_: "triton is not installed")
-    log_obstacle_once.cache_clear()
+def test_a_gpu_without_triton_runs_plain_torch_and_the_log_says_so(monkeypatch, caplog):
+    """Fronts, and what packs the messages of a head exchange."""
+    for module in (obstacles, exchange):
+        monkeypatch.setattr(module, "find_spec", lambda name: None)
+    monkeypatch.setattr(plain, "why_not_triton", obstacles.why_not_triton.__wrapped__)
+    obstacles.log_obstacle_once.cache_clear()
     table = gdn_table(HeadSizes(2, 4, 64, 64).layout)
     with caplog.at_level("INFO"):
         front = plain.front_of.__wrapped__(table, "cuda", torch.bfloat16, 4)
@@ -171,6 +172,7 @@ def test_a_front_on_a_gpu_without_triton_is_plain_torch_and_the_log_says_so(
         "conv, gates and norm run in plain torch: triton is not installed"
         in caplog.text
     )
+    assert exchange._packing_module.__wrapped__(True).__name__.endswith(".pack_torch")
 
 
 def test_a_carried_state_in_fp32_is_rounded_to_the_rows_dtype_first():
