@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -233,7 +233,16 @@ class SeparatelyShardedFp32(Fp32Parameters):
 
     # The mixer's `Fp32Group`, whose call gathers the fp32 parameters for one forward;
     # None if they are not sharded.
-    gather_fp32: Callable[[], tuple[Tensor, ...]] | None = None
+    gather_fp32: Fp32Group | None = None
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Move or cast the parameters by ``fn``, as :class:`Fp32Parameters` does."""
+        super()._apply(fn, recurse)
+        if self.gather_fp32 is not None:
+            # `fn` was applied to the group, which torch gave an `_apply` that reads the
+            # parameters' new addresses, and then to the same parameters here.
+            self.gather_fp32._apply(lambda tensor: tensor)
+        return self
 
     def fp32_parameters(self) -> tuple[Tensor, ...]:
         """The fp32 parameters in the order of their names, gathered if they are

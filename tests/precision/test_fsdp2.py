@@ -225,6 +225,29 @@ def test_a_policy_that_rounds_weights_leaves_gates_that_stand_apart():
     assert torch.equal(layer(x, None)[0], one(x.bfloat16(), None)[0])
 
 
+@pytest.mark.parametrize("mixer", BY_NAME)
+@on_ranks(2, cp=1)
+def test_a_sharded_layer_follows_its_parameters_into_other_memory(mixer):
+    """A cast to bf16 leaves the gates; what is written after `to_empty`, as after the
+    meta device, counts."""
+    mixers = BY_NAME[mixer]
+    one, layer = (mixers.whole(mixers.config()) for _ in range(2))
+    gates = {name: one.get_parameter(name).clone() for name in mixers.fp32}
+    shard_apart(layer, mesh=DeviceMesh.from_group(dist.group.WORLD, "cpu"))
+    x = torch.randn(9, 1, one.config.hidden_size, dtype=torch.float64)
+    for each in (one, layer):
+        each.bfloat16().double()
+        each(x)  # the first forward reads the shards' addresses
+        values = [1.25 * parameter.detach() for parameter in each.double().parameters()]
+        each.to_empty(device="cpu")
+        for parameter, value in zip(each.parameters(), values, strict=True):
+            parameter.data.copy_(value)
+    assert torch.equal(layer(x)[0], one(x)[0])
+    for name, gate in gates.items():
+        whole = layer.get_parameter(name).full_tensor()
+        assert torch.equal(whole, 1.25 * gate.double()), name
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @on_ranks(2)
