@@ -15,6 +15,7 @@ from megatron_gdn.ops import Documents
 from megatron_gdn.ops.delta_rule.base import RuleInputs
 from megatron_gdn.ops.rules.base import Bits
 from megatron_gdn.ops.state_maps.segments import CHUNK, cut_by_length
+from megatron_gdn.ops.static_documents import StaticDocuments
 from tests.ops.delta_rule.states import (
     Oracle,
     backward_of,
@@ -128,6 +129,29 @@ def test_deterministic_mode_and_states_keep_their_own_cut(planned):
         )
         plan = planned(rows, tokens, heads, multiprocessors, states=True)
         assert plan.sequence_offsets.tolist() == list(sequences)
+
+
+@pytest.mark.parametrize("bits", [Bits.FREE, Bits.DETERMINISTIC])
+def test_a_sequence_in_fixed_buffers_is_cut_by_its_length_and_not_with_a_state(bits):
+    rule = flash_qla.FlashQlaRule(bits)
+
+    def planned_for(tokens, offsets, states):
+        static = StaticDocuments(tokens, 3)
+        static.fill(offsets)
+        return rule.plan(empty(1, tokens, 4), static, states)
+
+    offsets = (0, 5000, 5010, 8192)
+    assert planned_for(8192, offsets, states=True).are_sequences
+    cut = planned_for(8192, offsets, states=False)
+    exact = cut_by_length(Documents(offsets, torch.device("cpu")), 4).offsets
+    assert not cut.are_sequences and len(exact) > len(offsets)
+    assert cut.offsets.unique().tolist() == exact.tolist()
+    assert planned_for(448, (0, 400, 448), states=False).are_sequences  # all too short
+    with pytest.raises(
+        NotImplementedError, match="at least 64 tokens per rank, not 63"
+    ):
+        planned_for(63, (0, 63), states=True)
+    forget_plans()
 
 
 def test_one_plan_serves_every_layer_and_the_backward(planned):
