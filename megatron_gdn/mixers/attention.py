@@ -629,6 +629,14 @@ class TorchSelfAttention(HasCpLayout, SelfAttention):
         if share.documents is not None:
             # the model treats a batch of trees as not packed
             if share.documents.may_have_parents:
+                ranks = self.pg_collection.cp.size()
+                if share.group is None and ranks > 1:
+                    raise ValueError(
+                        "a tree of documents has local_cp_size=1 and no cp_group, so "
+                        "the model cut the rotary positions over its own "
+                        f"context-parallel group of {ranks} ranks; set cp_group to a "
+                        "group of this rank alone."
+                    )
                 angles = _gather_angles(angles, share.group)
             longest = share.documents.longest_sequence
             if longest > angles.shape[0]:

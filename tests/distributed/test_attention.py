@@ -10,6 +10,7 @@ from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -24,6 +25,7 @@ from megatron_gdn.mixers.attention import (
     class_with_tree_attention,
 )
 from megatron_gdn.specs.layer import local_attention_spec
+from tests.distributed.gpt_laws import build_model
 from tests.distributed.layer_laws import (
     forward_backward,
     randomise_,
@@ -303,9 +305,11 @@ class OthersCore(nn.Module):
         return self.core(*args, **kwargs)
 
 
+@pytest.mark.parametrize("named", [True, False])
 @on_ranks(cp=2)
-def test_another_core_gets_queries_rotated_for_the_group_of_the_micro_batch():
-    """Megatron 0.19 rotates for the layer's group, whatever group the core takes."""
+def test_another_core_gets_queries_rotated_for_the_group_of_the_micro_batch(named):
+    """Megatron 0.19 rotates for the layer's group, whatever group the core takes. A
+    size of 1 needs no group."""
     lengths = (8, 24, 16)
     one = build_attention(attention_config(), alone(), rope=True)
     layer = build_attention(
@@ -314,12 +318,29 @@ def test_another_core_gets_queries_rotated_for_the_group_of_the_micro_batch():
     layer.load_state_dict(one.state_dict())
     layer.core_attention = OthersCore(layer.core_attention)
     packed = thd(lengths)
-    packed.cp_group = group_of_one()
+    packed.cp_group = group_of_one() if named else None
     packed.local_cp_size = 1
     x = torch.randn(48, 1, HIDDEN)
     expected, _ = one(x, packed_seq_params=thd(lengths))
     actual, _ = layer(x, packed_seq_params=packed)
     assert_close("output", actual, expected, TOLERANCE)
+
+
+@on_ranks(cp=2)
+def test_a_tree_on_one_rank_of_a_models_group_names_the_group_of_its_rank():
+    """Without a group the model would cut the rotary positions over its own ranks."""
+    model = build_model(2, False, layers=(1, 0), positions="rope")
+    tokens = torch.arange(32)[None] % 16
+    packed = tree_packed_seq_params((8, 8, 16), (-1, 0, 0), device="cpu")
+    packed.local_cp_size = 1
+    packed.max_seqlen_q = packed.max_seqlen_kv = 48  # twice what is needed
+    with pytest.raises(ValueError, match="own context-parallel group of 2 ranks"):
+        model(tokens, tokens, None, packed_seq_params=packed)
+    packed.cp_group = group_of_one()
+    out = model(tokens, tokens, None, packed_seq_params=packed)
+    both = out.clone()
+    dist.all_reduce(both)
+    assert_close("logits of the other rank", both - out, out, TOLERANCE)
 
 
 class CoreInZigzag(nn.Module):
