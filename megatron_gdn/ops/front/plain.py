@@ -177,10 +177,9 @@ def front_of(
     batch_invariant = bits >= Bits.DETERMINISTIC
     if kernels == "torch":
         return PlainFront(table, operands, batch_invariant)
-    if kernels == "auto":
-        why = why_not_triton(device, rows_dtype, taps)
-    else:
-        why = None
+    if kernels == "triton":
+        device = "cuda"  # in tests Triton's interpreter runs the kernels on a CPU
+    why = why_not_triton(device, rows_dtype, taps)
     if why is None:
         from .launches import TritonFront, gates_without_kernels
 
@@ -191,9 +190,7 @@ def front_of(
             f"the gates {', '.join(lacking)} have no functions in "
             "ops/front/gate_kernels.py"
         )
-        if kernels == "triton":
-            raise ValueError(
-                f"kernels='triton': {why}. Write them, or use 'auto' or 'torch'."
-            )
+    if kernels == "triton":
+        raise ValueError(f"kernels='triton': {why}. Use 'auto' or 'torch'.")
     log_obstacle_once(f"conv, gates and norm run in plain torch: {why}.", device)
     return PlainFront(table, operands, batch_invariant)

@@ -100,9 +100,27 @@ def test_a_gate_without_a_triton_twin_runs_in_torch_on_a_gpu_and_the_log_says_so
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "run in plain torch: the gates beta have no functions in" in caplog.text
     with pytest.raises(
-        ValueError, match="kernels='triton': the gates beta .* Write them, or use"
+        ValueError, match="kernels='triton': the gates beta .* Use 'auto' or 'torch'"
     ):
         front_of(ours, "cuda", torch.float32, 4, "triton")
+    with pytest.raises(ValueError, match="unknown kernels 'cuda'; use 'auto'"):
+        front_of(ours, "cuda", torch.float32, 4, "cuda")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "taps", "said"),
+    [
+        (torch.float64, 4, "in fp32, not in fp64"),
+        (torch.float32, 1, "take 2 to 8 conv taps, not 1"),
+        (torch.float32, 9, "take 2 to 8 conv taps, not 9"),
+    ],
+)
+def test_rows_that_kernels_cannot_take_run_in_torch_on_a_gpu(dtype, taps, said):
+    pytest.importorskip("triton")
+    table = gdn_table(HeadSizes(2, 4, 16, 16).layout)
+    assert type(front_of(table, "cuda", dtype, taps)) is PlainFront
+    with pytest.raises(ValueError, match=said):
+        front_of(table, "cuda", dtype, taps, "triton")
 
 
 def test_the_gradients_that_return_for_a_token_are_added_in_the_order_of_its_rows():
