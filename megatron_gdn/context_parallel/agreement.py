@@ -87,18 +87,17 @@ def require_agreement(
 
     Args:
         layer: the calling layer's number, from :func:`number_of_new_layer`.
+        group: several ranks.
         tokens: the length of a batch row, summed over the ranks.
         rows: the number of batch rows.
         documents: None if the micro-batch is not packed.
         layout: how the documents were cut.
         device: where the group's backend communicates.
 
-    Nothing is compared on one rank, on the meta device, while a CUDA graph is captured,
-    or with ``MEGATRON_GDN_CHECK_RANKS=0`` in every rank's environment. Of fixed buffers
-    only the largest number of documents is compared.
+    Nothing is compared on the meta device, while a CUDA graph is captured, or with
+    ``MEGATRON_GDN_CHECK_RANKS=0`` in every rank's environment. Of fixed buffers only the
+    largest number of documents is compared.
     """
-    if group is None or group.size() == 1:
-        return
     agreement = _agreements.get(group)
     if (
         agreement is not None

@@ -232,7 +232,7 @@ def run_rule(
     o, final = _RunRule.apply(
         rule, documents, output_final_state, q, k, v, g, beta, initial
     )
-    if final is None or filled is None or documents is None:
+    if final is None or documents is None or filled is None:
         return o, final
     final_states = final.new_zeros((len(documents.lengths),) + final.shape[1:])
     if initial_state is not None:

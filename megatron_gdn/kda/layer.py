@@ -321,7 +321,7 @@ class KimiDeltaAttention(RecurrentMixer):
         beta, _ = self.beta_proj(x)
         if "beta_proj" not in self._duplicated_projections:
             return beta
-        if self.config.sequence_parallel and self.tp_size > 1:
+        if self.config.sequence_parallel:
             # all heads of some tokens become some heads of all tokens
             beta_TH = all_to_all_sp2hp(beta, self.tp_group)
             return beta_TH.unflatten(0, (-1, x.shape[1]))

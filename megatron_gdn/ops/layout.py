@@ -210,8 +210,6 @@ class Layout:
     def conv_columns(self) -> slice:
         """The slice of a row that holds the convolution's channels."""
         names = self.conv_names
-        if not names:
-            return slice(0, 0)
         return slice(self.columns(names[0]).start, self.columns(names[-1]).stop)
 
     @property

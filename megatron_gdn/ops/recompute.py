@@ -69,30 +69,28 @@ class RefilledOutput:
 
         self.remember(output, refill_and_send)
 
-    @uncompiled  # Dynamo would warn: it cannot trace saved_tensors_are_hooked
+    @uncompiled  # Dynamo cannot trace a change of a storage
     def drop_until_backward_of(self, out: Tensor) -> None:
         """Free the remembered output's storage; fill it again when ``out`` gets its
         gradient.
 
-        The storage is kept if ``out`` needs no gradient, or if ``saved_tensors_hooks``
-        are active.
+        The storage is kept if ``out`` needs no gradient. No ``saved_tensors_hooks`` may
+        be active.
         """
         output = self._output
         refill = self._refill
         self._output = self._refill = None
-        if output is None or not out.requires_grad or saved_tensors_are_hooked():
+        if output is None or not out.requires_grad:
             return
         assert refill is not None
         storage = output.untyped_storage()
         size = storage.nbytes()
 
         def fill_again(_gradient: Tensor) -> None:
-            """Compute the output again if its storage is empty; ``_gradient`` is not
-            read."""
-            if storage.nbytes() == 0:
-                storage.resize_(size)
-                # .data hides the write from autograd's change counter
-                refill(output.data)
+            """Compute the output again; ``_gradient`` is not read."""
+            storage.resize_(size)
+            # .data hides the write from autograd's change counter
+            refill(output.data)
             hook.remove()  # else the hook would keep the tensors of refill alive
 
         storage.resize_(0)
@@ -142,9 +140,6 @@ class _StoreGradient(torch.autograd.Function):
         """Store the gradient of ``out`` under the number of this backward pass. Pass on
         one element, expanded to the same shape."""
         (gradient,) = gradients
-        # create_graph=True; the mixer's backward will refuse it
-        if torch.is_grad_enabled():
-            return gradient, None
         ctx.hand_over.stored_gradients[torch._C._current_graph_task_id()] = gradient
         return gradient.new_empty(()).expand(gradient.shape), None
 

@@ -240,13 +240,12 @@ class TritonFront(Front):
 
 
 def gates_without_kernels(table: FrontTable) -> tuple[str, ...]:
-    """The names of the gate sections whose function is not in :mod:`.gates` or has no
-    twin in `.gate_kernels`. A table with such a section runs in plain torch."""
+    """The names of the gate sections whose function is not in :mod:`.gates`, so that it
+    has no twin in `.gate_kernels`. A table with such a section runs in plain torch."""
     sections = []
     for gate in table.gate_sections:
         name = getattr(gate.function, "__name__", "")
-        is_of_gates = gate.function is getattr(plain_gates, name, None)
-        if not is_of_gates or not hasattr(gate_kernels, f"{name}_backward"):
+        if gate.function is not getattr(plain_gates, name, None):
             sections.append(gate.section)
     return tuple(sections)
 

@@ -240,7 +240,8 @@ def _decode_token_in_torch(
         o = o[:, -1:]  # the last of a token's rows is read
     else:  # nothing is erased
         o, state = recurrence(table.scale * q, k, write[..., None] * v, g, None, state)
-    if skip and skip[0] is not None:
+    if skip:
+        assert skip[0] is not None
         o = o + skip[0].view(len(A_log), -1) * v
     if memory.slots is not None:
         o = o.masked_fill((memory.slots < 0)[:, None, None, None], 0)

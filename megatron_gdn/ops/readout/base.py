@@ -261,15 +261,10 @@ class SplitReadout:
         o: Tensor,
         rows: Tensor,
         gamma: Tensor | None,
-        *,
-        out: Tensor | None = None,
     ) -> Tensor:
-        """Run both steps on ``o [B, S, H, V]``; the result is ``[S, B, H V]``, written
-        to ``out`` if given. All heads must be on this rank, as in generation."""
-        y = self.second_step(self.first_step.forward(o, rows, gamma), rows)
-        if out is None:
-            return y
-        return out.copy_(y)
+        """Run both steps on ``o [B, S, H, V]``; the result is ``[S, B, H V]``. All heads
+        must be on this rank, as in generation."""
+        return self.second_step(self.first_step.forward(o, rows, gamma), rows)
 
 
 def readout_by_module(

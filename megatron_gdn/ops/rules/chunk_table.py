@@ -324,11 +324,9 @@ class ChunkTable:
     def new_rows(self, x: Tensor) -> Tensor:
         """Uninitialised rows for :meth:`write_chunks`, one per token or per place.
         Heads and dtype are those of ``x [B, T, H, ...]``."""
-        count = 0
-        if self.groups:
-            last = self.groups[-1]
-            # rows of tokens, or of places if only the device knows the tokens
-            count = (last.tokens or last.places).stop
+        last = self.groups[-1]
+        # rows of tokens, or of places if only the device knows the tokens
+        count = (last.tokens or last.places).stop
         return x.new_empty((count,) + x.shape[2:])
 
     def write_head_chunks(
@@ -410,9 +408,6 @@ def _build_table(
     """The table in groups of ``chunks_per_group`` chunks; with ``fill_up`` empty chunks
     give the last group this size too."""
     n = documents.max_chunks(C)
-    N = max(documents.sequences, 1)  # without tokens there is one empty sequence
-    if n == 0:
-        return ChunkTable(C, N, (), None)
     if fill_up:
         chunk_count = -(-n // chunks_per_group) * chunks_per_group
     else:
@@ -433,7 +428,7 @@ def _build_table(
     place_of_token = None
     if not documents.known_on_host:  # the groups do not have ``tokens``
         place_of_token = places.place_of_token
-    return ChunkTable(C, N, tuple(groups), place_of_token)
+    return ChunkTable(C, documents.sequences, tuple(groups), place_of_token)
 
 
 def _build_group(

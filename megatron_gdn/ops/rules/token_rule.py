@@ -90,8 +90,4 @@ def recurrence(
             S = S + write_K * write_V
             outputs.append((S * q_K).sum(-2).flatten(1, 2))
         states.append(S.flatten(1, 2))
-    if outputs:
-        o = torch.stack(outputs, dim=1)
-    else:
-        o = torch.zeros_like(v)
-    return o, torch.cat(states)
+    return torch.stack(outputs, dim=1), torch.cat(states)
