@@ -113,6 +113,9 @@ def test_one_layer_compares_and_knows_contents_that_it_has_seen():
         _run(layers)
         _run(layers)
         assert (len(gathered), known()) == (6, 3)
+        with patch.object(agreement, "_MOST_REMEMBERED_MICRO_BATCHES", 3):
+            _run(layers, packed=thd((12, 4)))
+        assert (len(gathered), known()) == (7, 1), "what is remembered is bounded"
 
 
 @on_ranks(2)

@@ -230,6 +230,7 @@ def test_bad_exchanges_are_refused():
             "seq_dim=0 and head_dim=-1",
         ),
         (lambda: tensor_a2a_cp2hp(torch.zeros(4, 1, 8), 1, -1, group), "seq_dim=1"),
+        (lambda: tensor_a2a_cp2hp(torch.zeros(4, 1, 8), 0, 1, group), "head_dim=1"),
         (
             lambda: tensor_a2a_cp2hp(torch.zeros(4, 1, 7), 0, -1, group),
             "each be a multiple",

@@ -60,3 +60,7 @@ def test_the_norm_is_recomputed_without_megatrons_extension(cp, mode, options, c
     assert kept() is None, "the layer keeps the output"
     again.eval()(x, None, packed_seq_params=packed)
     assert again.norm_out_checkpoint is None
+    again.train().requires_grad_(False)  # frozen: nothing is freed, for no backward
+    out, _ = again(x, None, packed_seq_params=packed)
+    assert torch.equal(out, expected["output"])
+    assert again(x[:0], None)[0].shape == (0, 1, 24)

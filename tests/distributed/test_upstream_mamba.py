@@ -241,6 +241,8 @@ def test_the_exchange_refuses_what_it_would_cut_wrong(cp_size):
         cp.pre_conv_ssm(two, odd)
     with refused(match=rf"\[B, tokens, {width}\]"):
         cp.pre_conv_ssm(two[..., 1:])
+    with refused(match=rf"\[B, tokens, {width}\]"):
+        cp.pre_conv_ssm(two[None])
     with refused(match=rf"{40 // cp_size}\]"):
         cp.post_conv_ssm(two)
 

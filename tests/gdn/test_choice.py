@@ -9,6 +9,7 @@ import torch
 
 from megatron_gdn.gdn.api import (
     gated_delta_rule,
+    gradients_of_key_heads,
     recurrent_gated_delta_rule,
     run_rule,
     torch_chunk_gated_delta_rule,
@@ -19,12 +20,13 @@ from megatron_gdn.gdn.rule import FlaGDN, resolve_rule
 from megatron_gdn.gdn2.rule import FlaGDN2
 from megatron_gdn.kda.rule import FlaKDA
 from megatron_gdn.mamba2.rule import FlaSSD
-from megatron_gdn.ops.delta_rule.base import HeadSizes, RuleInputs
+from megatron_gdn.ops.delta_rule.base import HeadSizes, RuleGrads, RuleInputs
 from megatron_gdn.ops.delta_rule.plain import PlainRule
 from megatron_gdn.ops.documents import Documents
 from megatron_gdn.ops.obstacles import log_obstacle_once, why_not_flash_qla
 from megatron_gdn.ops.rules import repeatable
 from megatron_gdn.ops.rules.base import Bits, Rule, RuleBackward
+from megatron_gdn.ops.rules.fla import ChunkProducts
 from megatron_gdn.ops.rules.repeatable import RepeatableSetup
 from megatron_gdn.ops.state_maps.state_map import StateShape
 from tests.gdn_mixer import gated_delta_mixer
@@ -93,6 +95,12 @@ def test_deterministic_auto_takes_what_was_seen_to_repeat_in_its_batch_invariant
     rule, reason = on_a_gpu()
     assert type(rule) is FlashQlaRule and rule.batch_invariant
     assert reason == "deterministic mode; 200 repeats were equal"
+
+
+def test_a_rule_by_name_says_in_deterministic_mode_if_nothing_saw_it_repeat(hopper):
+    assert on_a_gpu("flash_qla").reason == "requested"
+    said = on_a_gpu("flash_qla", sizes=HeadSizes(16, 64, 128, 128)).reason
+    assert said.startswith("requested; ")
 
 
 def test_an_aligned_rule_is_flash_qla_where_it_was_seen_to_repeat_and_else_plain(
@@ -318,6 +326,35 @@ def test_maps_made_in_the_backward_give_the_gradient_of_the_initial_states(offse
     expected = found(by(PlainRule()), inputs)
     for name, got in found(by(MapsInBackward()), inputs).items():
         torch.testing.assert_close(got, expected[name], rtol=1e-10, atol=1e-10)
+    of_output = []
+    for rule in (PlainRule(), MapsInBackward()):  # the final states are not read
+        state = inputs[5].clone().requires_grad_()
+        o, _ = by(rule)(inputs, initial_state=state)
+        of_output.append(torch.autograd.grad(o.sum(), state)[0])
+    torch.testing.assert_close(*of_output, rtol=1e-10, atol=1e-10)
+
+
+def test_gradients_per_value_head_are_multiplied_by_the_factor_and_summed():
+    make = torch.Generator().manual_seed(0)
+    dq, dk, dv = (torch.randn(1, 3, 4, 5, generator=make) for _ in range(3))
+    dg, dbeta = (torch.randn(1, 3, 4, generator=make) for _ in range(2))
+    factor = torch.tensor([2.0, 2.0, 0.5, 0.5])  # of each value head
+    found = gradients_of_key_heads(RuleGrads(dq, dk, dv, dg, dbeta, factor), 2)
+    for got, x in zip(found, (dq, dk, dv, dg, dbeta), strict=True):
+        expected = x * (factor[:, None] if x.dim() == 4 else factor)
+        if x is dq or x is dk:
+            expected = expected[:, :, ::2] + expected[:, :, 1::2]
+        assert torch.equal(got, expected)
+
+
+def test_more_pieces_than_flas_kernel_of_maps_takes_are_refused():
+    call = SimpleNamespace(
+        inputs=RuleInputs(*(torch.zeros(1, 65535, 1, 1) for _ in range(5))),
+        documents=Documents(tuple(range(65536)), torch.device("cpu")),
+    )
+    products = ChunkProducts({"u": torch.zeros(1, 65535, 1, 1)}, ())
+    with pytest.raises(ValueError, match="65535 pieces .* takes at most 65534"):
+        FlaGDN().state_map(call, products)
 
 
 class OfKernels(Rule):

@@ -60,11 +60,11 @@ class Kernel:
         self.made_here += not self.entry.exists()
 
 
-def call(folder: Path, wanted: str) -> Kernel:
+def call(folder: Path, wanted: str, heads: Heads = HEADS) -> Kernel:
     kernel = Kernel(folder / f"{wanted}-digest")
     builds._capability = lambda: builds.HOPPER_CAPABILITY
     builds.cache_entry = lambda *call: kernel.entry
-    builds.set_next_calls(HEADS, "cut")
+    builds.set_next_calls(heads, "cut")
     builds.compile_once_per_machine([kernel])
     kernel.compile()
     return kernel
@@ -117,9 +117,14 @@ def test_ranks_go_on_with_their_kernel_while_one_command_compiles_the_rest(
     assert "1 of 2 kernels" in said and "2 of 2 kernels" in said
 
 
-def test_a_killed_rank_takes_its_compilers_along(tmp_path, rank):
-    killed = rank(1000, 0, "quick")
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_killed_rank_takes_its_compilers_along(tmp_path, rank, waits):
+    """Also a rank that has its kernel while the command compiles the rest."""
+    killed = rank(1000 if waits else 0, 1000, "quick")
     until((tmp_path / "fork").exists)
+    if not waits:
+        until(lambda: list(tmp_path.glob("goes on *")))
+        assert "in this process" not in (tmp_path / "log").read_text()
     fork = int((tmp_path / "fork").read_text())
     assert not is_free(lock_file(HEADS.lock))
     os.kill(killed.pid, signal.SIGKILL)
@@ -164,6 +169,28 @@ def test_compilers_that_fail_are_quoted_and_nobody_waits_for_them(
     assert (
         "compiles FlashQLA's quick for 2:4 heads in bf16 in this process" in caplog.text
     )
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_no_command_is_started_without_a_lock_or_for_heads_that_are_not_known(
+    tmp_path, rank, monkeypatch, known
+):
+    for name in ("_capability", "cache_entry", "_start_command"):
+        monkeypatch.setattr(builds, name, None)  # also: a start would be an error
+    if known:
+        (tmp_path / "file").touch()
+        keep_cache_in(tmp_path / "file", monkeypatch)
+    heads = HEADS if known else Heads(0, 0, torch.bfloat16)
+    assert call(tmp_path, "quick", heads).made_here == 1
+
+
+def test_each_version_of_the_compilers_has_a_cache_of_its_own(tmp_path, monkeypatch):
+    keep_cache_in(tmp_path, monkeypatch)
+    found = {}
+    for version in ("0.1.3", "0.1.4", None):
+        monkeypatch.setattr(builds, "installed_version", lambda _, v=version: v)
+        found[builds.cache_folder()] = version
+    assert len(found) == 3
 
 
 @pytest.mark.parametrize("use", [*builds.USUAL_USES, "states"])

@@ -92,11 +92,11 @@ class Kind:
         generator = torch.Generator().manual_seed(S * 7 + B)
         return torch.randn(S, B, self.layout.width, generator=generator).to(dtype)
 
-    def _rule(self, aligned: bool) -> Rule:
+    def rule(self, aligned: bool) -> Rule:
         return type(self.plain)(Bits.ON_GRID if aligned else Bits.FREE)
 
     def mixer(self, dtype=torch.float32, aligned=False) -> RowMixer:
-        return self.make(self.rows(1, 1, dtype), self.draw(dtype), self._rule(aligned))
+        return self.make(self.rows(1, 1, dtype), self.draw(dtype), self.rule(aligned))
 
     def train(
         self, rows: Tensor, parameters: Parameters, rule: Rule, documents
@@ -106,7 +106,7 @@ class Kind:
     def trained(self, rows: Tensor, lengths=None, aligned=False) -> Tensor:
         """What the training path gives for whole sequences."""
         documents = None if lengths is None else documents_of(lengths)
-        return self.train(rows, self.draw(rows.dtype), self._rule(aligned), documents)
+        return self.train(rows, self.draw(rows.dtype), self.rule(aligned), documents)
 
 
 def _kind(

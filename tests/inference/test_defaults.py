@@ -26,7 +26,7 @@ def results(kind, aligned):
     yield
     made = []
     for x, offsets in ((batch, None), (packed, OFFSETS)):
-        rule = kind._rule(aligned)
+        rule = kind.rule(aligned)
         documents = None
         if offsets is not None:
             documents = Documents(offsets, torch.device("cpu"))

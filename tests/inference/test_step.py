@@ -4,7 +4,7 @@ gives."""
 import pytest
 import torch
 
-from megatron_gdn.inference import choose, decode, prefill
+from megatron_gdn.inference import Memory, choose, decode, prefill
 from megatron_gdn.ops.rules.chunk_table import CHUNK
 from tests.inference.row_mixers import (
     KINDS,
@@ -176,6 +176,10 @@ def test_tokens_one_by_one_in_fp64_are_the_chunks_of_training(kind):
     assert_close(mixed, kind.train(rows, parameters, kind.plain, None), 1e-11)
 
 
+def in_slots(memory, **changes):
+    return memory._replace(**{"slots": torch.arange(2), **changes})
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -183,6 +187,10 @@ def test_tokens_one_by_one_in_fp64_are_the_chunks_of_training(kind):
         (lambda c: c._replace(state=c.state.bfloat16()), "torch.bfloat16"),
         (lambda c: c._replace(history=c.history[..., 1:]), "history must be"),
         (lambda c: c._replace(history=c.history.double()), "torch.float64"),
+        (lambda c: in_slots(c, state=c.state[:, 1:]), "state must be"),
+        (lambda c: in_slots(c, history=c.history[..., 1:]), "history must be"),
+        (lambda c: in_slots(c, state=c.state.bfloat16()), "torch.bfloat16"),
+        (lambda c: in_slots(c, slots=torch.arange(1)), "for 2 sequences"),
     ],
 )
 def test_a_memory_that_does_not_fit_is_refused_in_words(kind, change, words):
@@ -191,6 +199,22 @@ def test_a_memory_that_does_not_fit_is_refused_in_words(kind, change, words):
     for call in (prefill, decode):
         with pytest.raises(ValueError, match=words):
             call(kind.rows(3, 2), mixer, memory)
+
+
+@pytest.mark.parametrize("aligned", [False, True], ids=["free", "on the grid"])
+@pytest.mark.parametrize(("S", "B"), [(0, 2), (5, 0), (0, 0)])
+def test_a_prefill_without_tokens_changes_no_memory_but_that_which_begins(
+    kind, S, B, aligned
+):
+    mixer = kind.mixer(aligned=aligned)
+    _, memory = prefilled(mixer, kind.rows(3, 2))
+    memory = Memory(*(x[:B] for x in memory[:2]))
+    before = copied(memory)
+    for begins in (False, True):
+        mixed = prefill(kind.rows(S, B), mixer, memory, begins=begins)
+        assert mixed.shape == kind.trained(kind.rows(S, B)).shape
+        for now, then in zip(memory[:2], before[:2], strict=True):
+            assert torch.equal(now, then * (not begins))
 
 
 def test_rows_that_do_not_fit_are_refused_in_words(kind):

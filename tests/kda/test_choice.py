@@ -80,22 +80,27 @@ def test_cudnn_is_taken_by_name_alone(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("installed", "said"),
+    ("found", "installed", "said"),
     [
-        ("1.31.0", r"1\.31\.0 is not supported \(pip install"),
-        (None, r"not installed \(pip install"),
+        (True, "1.31.0", r"1\.31\.0 is not supported \(pip install"),
+        (True, None, r"not installed \(pip install"),
+        (False, "1.32.0", r"not installed \(pip install"),
+        (True, "1.32.7", None),
     ],
 )
 def test_another_cudnn_frontend_is_refused_with_what_to_install(
-    monkeypatch, installed, said
+    monkeypatch, found, installed, said
 ):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-    monkeypatch.setattr(cudnn, "find_spec", lambda *_: object())
+    monkeypatch.setattr(cudnn, "find_spec", lambda *_: object() if found else None)
     monkeypatch.setattr(cudnn, "installed_version", lambda *_: installed)
     cudnn._why_not_package.cache_clear()
     try:
-        with pytest.raises(ImportError, match=said):
-            choose_kda("cudnn", **BOUNDED)
+        if said is None:
+            assert choose_kda("cudnn", **BOUNDED).rule.name == "cudnn"
+        else:
+            with pytest.raises(ImportError, match=said):
+                choose_kda("cudnn", **BOUNDED)
     finally:
         cudnn._why_not_package.cache_clear()
 

@@ -225,7 +225,7 @@ each_twin = pytest.mark.parametrize("kernels", ["triton", "torch"])
 @pytest.mark.each_value
 @each_twin
 @pytest.mark.parametrize(
-    "only", ["q", "k", "v", "q k", "q k v", "k v", "v g", "g", "beta", "g beta"]
+    "only", ["", "q", "k", "v", "q k", "q k v", "k v", "v g", "g", "beta", "g beta"]
 )
 def test_only_the_parts_asked_for_are_made_and_they_keep_their_bits(
     only, kernels, device

@@ -17,8 +17,8 @@ SHARES = {
     "copies of all": HeadShares(3, (20, 9, 33), (3, 3, 1)),
 }
 # The interpreter adds bfloat16 wrongly; it copies it rightly.
-DTYPES = [torch.float32, torch.float16] + (
-    [] if INTERPRETED else [torch.bfloat16, torch.float64]
+DTYPES = [torch.float32, torch.float16, torch.float64] + (
+    [] if INTERPRETED else [torch.bfloat16]
 )
 
 

@@ -8,7 +8,11 @@ import torch
 from megatron.core.tensor_parallel import random
 from megatron.core.transformer.enums import AttnMaskType
 
-from megatron_gdn import set_documents, static_packed_seq_params
+from megatron_gdn import (
+    set_documents,
+    static_packed_seq_params,
+    tree_packed_seq_params,
+)
 from megatron_gdn.mixers import packing
 from megatron_gdn.mixers.attention import TorchAttention
 from tests.distributed.layer_laws import by_megatron, checkpointed, reentrant, thd
@@ -150,6 +154,20 @@ def test_two_micro_batches_in_flight_over_one_set_of_buffers(
         first.sum().backward()
     if first_goes_back == "first":
         second.sum().backward()
+
+
+@KINDS
+@CHECKPOINTS
+def test_equal_boundaries_that_the_second_forward_makes_again_are_taken(kind, around):
+    """Trees, whose documents no two calls share."""
+    run = build(kind)
+
+    def made_inside(x, _):
+        return run(x, tree_packed_seq_params((8, 16), (-1, 0), device="cpu"))
+
+    x = rows()
+    around(made_inside, x, None).sum().backward()
+    assert x.grad.isfinite().all()
 
 
 @pytest.mark.parametrize("make", [fixed, ordinary])

@@ -47,9 +47,11 @@ def test_the_option_or_else_the_configs_field_allows_write_strengths_up_to_2():
     assert not build(config, allow_neg_eigval=False).allow_neg_eigval
 
 
-@pytest.mark.parametrize("allow_neg_eigval", [False, True])
-def test_the_steps_under_upstreams_names_add_up_to_the_forward(allow_neg_eigval):
-    layer = build(allow_neg_eigval=allow_neg_eigval)
+@pytest.mark.parametrize(
+    "options", [{}, {"allow_neg_eigval": True}, {"use_qk_l2norm": False}], ids=str
+)
+def test_the_steps_under_upstreams_names_add_up_to_the_forward(options):
+    layer = build(**options)
     randomise_(layer)
     x = torch.randn(65, 2, 24)
     proj = layer.in_proj(x)[0].transpose(0, 1)

@@ -3,11 +3,12 @@
 import pytest
 import torch
 
-from megatron_gdn.mamba2.rule import FlaSSD, choose_ssd
+from megatron_gdn.mamba2.rule import FlaSSD, SSDInputs, choose_ssd
 from megatron_gdn.ops.rules import fla
 from megatron_gdn.ops.rules.base import Bits
 from megatron_gdn.ops.rules.fla import why_not_callable
 from megatron_gdn.ops.state_maps.state_map import StateShape
+from megatron_gdn.ops.static_documents import StaticDocuments
 
 pytest.importorskip("fla.ops.simple_gla.chunk")
 
@@ -31,6 +32,13 @@ def test_fla_is_chosen_on_gpus_only():
         ValueError, match="unknown backend 'mamba_ssm' of Mamba2; use 'auto'"
     ):
         choose_ssd("mamba_ssm", **cpu)
+
+
+def test_a_rule_that_reads_boundaries_on_the_host_refuses_fixed_buffers():
+    inputs = SSDInputs(*(torch.zeros(1, 9, 2, 8) for _ in SSDInputs._fields))
+    said = "FlaSSD reads the documents' boundaries .* Use backend='reference'"
+    with pytest.raises(NotImplementedError, match=said):
+        FlaSSD().begin(inputs, StaticDocuments(9, 2))
 
 
 @pytest.mark.parametrize(

@@ -39,11 +39,13 @@ def test_the_strongest_decays_leave_no_nan():
     assert all(t.isfinite().all() for t in (*got, RULE.begin(inputs, None).run().o))
 
 
-def test_a_norm_that_does_not_fit_is_refused():
-    with pytest.raises(
-        ValueError, match=r"12 channels, gamma of shape \(12,\) and 5 groups"
-    ):
-        grouped_rms_norm(torch.randn(2, 12), torch.ones(12), 5, 1e-5)
+@pytest.mark.parametrize(
+    ("gamma", "groups"), [(12, 5), (12, 0), (12, -1), (6, 2), (1, 2)]
+)
+def test_a_norm_that_does_not_fit_is_refused(gamma, groups):
+    said = rf"12 channels, gamma of shape \({gamma},\) and {groups} groups"
+    with pytest.raises(ValueError, match=said):
+        grouped_rms_norm(torch.randn(2, 12), torch.ones(gamma), groups, 1e-5)
 
 
 def test_a_norm_of_narrow_rows_is_computed_in_fp32_and_rounded_once():

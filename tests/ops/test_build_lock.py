@@ -81,8 +81,12 @@ def test_a_lock_names_its_holder_and_nothing_of_the_one_before(tmp_path):
         assert builds._holder_of(file) == f"process {os.getpid()}"
 
 
-def test_what_is_there_takes_no_lock(tmp_path):
-    with build_lock(tmp_path / "kernel.lock", "k", is_built=lambda: True) as lock:
+@pytest.mark.parametrize(
+    "answers", [[True], [False, True]], ids=["before", "meanwhile"]
+)
+def test_what_is_there_takes_no_lock(tmp_path, answers):
+    is_built = iter(answers)
+    with build_lock(tmp_path / "k.lock", "k", lambda: next(is_built, True)) as lock:
         assert lock is None
 
 

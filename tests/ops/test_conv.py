@@ -148,6 +148,8 @@ def test_the_backward_keeps_only_the_input():
     [
         ({"activation": "gelu"}, "unknown activation"),
         ({"weight": torch.zeros(3, 4)}, "takes x"),
+        ({"weight": torch.zeros(5, 1, 4)}, r"takes x .* and \(5, 1, 4\)"),
+        ({"x": torch.zeros(13, 2, 5, 2)}, r"takes x .* got \(13, 2, 5, 2\)"),
         ({"cu_seqlens": [0, 13]}, "need a batch of 1"),
         ({"initial_state": torch.zeros(2, 5, 3)}, "initial_state must be"),
     ],

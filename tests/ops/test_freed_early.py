@@ -150,8 +150,9 @@ def test_a_gradient_of_so_many_bytes_is_handed_over(monkeypatch, more):
 
 @pytest.mark.parametrize("norm", ["norm", "none"])
 @pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("aligned", [False, True], ids=["free", "on the grid"])
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
-def test_a_tensor_that_is_saved_is_read(kind, packed, norm):
+def test_a_tensor_that_is_saved_is_read(kind, aligned, packed, norm):
     """A NaN in its place is in a gradient. A parameter costs no memory."""
     parameters = kind.draw(torch.float32)
     rows = kind.rows(9).requires_grad_()
@@ -168,7 +169,7 @@ def test_a_tensor_that_is_saved_is_read(kind, packed, norm):
         hooks = torch.autograd.graph.saved_tensors_hooks
         with hooks(lambda x: kept.append(x) or len(kept) - 1, unpack):
             documents = documents_of((4, 5)) if packed else None
-            out = kind.train(rows, parameters, kind.plain, documents)
+            out = kind.train(rows, parameters, kind.rule(aligned), documents)
         return gradients(out, [rows])[0], kept
 
     exact, saved = gradient()

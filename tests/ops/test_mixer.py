@@ -5,9 +5,11 @@ import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from megatron_gdn.gdn.front import gdn_table
 from megatron_gdn.gdn.rule import resolve_rule
 from megatron_gdn.ops.delta_rule.base import HeadSizes
-from megatron_gdn.ops.stages import GatedNorm
+from megatron_gdn.ops.front.plain import front_of
+from megatron_gdn.ops.stages import GatedNorm, stages_of
 from tests.gdn_mixer import gated_delta_mixer
 from tests.ops.delta_rule.states import documents_of
 
@@ -94,8 +96,22 @@ def test_an_unused_z_gets_a_zero_gradient():
 def test_wrong_shapes_say_what_is_expected():
     sizes = HeadSizes(1, 2, 4, 6)
     (proj, *others), _ = make_inputs(sizes, S=5, B=2)
-    with pytest.raises(ValueError, match=rf"\[S, B, {sizes.layout.width}\]"):
-        mixed_by(None, [proj[..., 1:], *others], sizes)
+    apart = torch.stack([proj, proj], -1)[..., 0]  # columns are not side by side
+    for rows in (proj[..., 1:], proj[None], apart):
+        with pytest.raises(ValueError, match=rf"\[S, B, {sizes.layout.width}\]"):
+            mixed_by(None, [rows, *others], sizes)
+    weight, *others = others
+    wide = torch.stack([weight, weight], -1)[..., 0]
+    for wrong in (weight[1:], wide):
+        with pytest.raises(ValueError, match="conv_weight must be contiguous"):
+            mixed_by(None, [proj, wrong, *others], sizes)
+    layout = sizes.layout
+    front = front_of(gdn_table(layout), "cpu", torch.float64, weight.shape[-1])
+    main = proj[..., : layout.main_width]
+    for gates in (proj[..., layout.main_width + 1 :], proj[1:, :, layout.main_width :]):
+        with pytest.raises(ValueError, match=r"gates must be \[5, 2, 4\] beside rows"):
+            stages_of(front, plain_rule(sizes), main, (weight,), None, gates=gates)
+    others = [weight, *others]
     with pytest.raises(ValueError, match="batch of 1"):
         mixed_by(None, [proj, *others], sizes, documents_of([5]))
     with pytest.raises(ValueError, match="cover the whole buffer"):

@@ -17,7 +17,12 @@ SIZES = HeadSizes(2, 4, 64, 64)
 def ampere(monkeypatch):
     """An A100, and nothing remembered of earlier looks at the packages."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
-    caches = (obstacles.why_not_fla_package, fla._functions_of, log_obstacle_once)
+    caches = (
+        obstacles.why_not_fla_package,
+        obstacles._needs_tilelang,
+        fla._functions_of,
+        log_obstacle_once,
+    )
     for cached in caches:
         cached.cache_clear()
     yield monkeypatch
@@ -60,6 +65,14 @@ def test_an_fla_without_a_version_is_refused(ampere):
     refused("fla carries no version")
 
 
+def test_what_is_not_installed_is_named(ampere):
+    installed(ampere, {"triton": None})
+    refused("flash-linear-attention needs triton, which is not installed")
+    obstacles.why_not_fla_package.cache_clear()
+    ampere.setattr(obstacles, "find_spec", lambda name: None)
+    refused("flash-linear-attention is not installed (pip install")
+
+
 def test_an_argument_that_is_gone_is_seen_before_the_first_forward(ampere):
     ampere.setattr(
         fla_chunk, "chunk_fwd_o", lambda q, k, v, h, g, scale, cu_seqlens: None
@@ -74,19 +87,46 @@ def test_a_function_that_is_gone_is_seen_before_the_first_forward(ampere):
     refused("has no recompute_w_u_fwd")
 
 
-def test_hopper_with_a_triton_that_miscompiles_needs_tilelang(ampere):
-    ampere.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+@pytest.mark.parametrize(
+    ("major", "triton", "takes_fla"),
+    [
+        (9, "3.3.1", True),
+        (9, "3.4.0", False),
+        (9, "3.7.0", False),
+        (9, "3.7.1", True),
+        (8, "3.7.0", True),
+    ],
+)
+def test_hopper_with_a_triton_that_miscompiles_needs_tilelang(
+    ampere, major, triton, takes_fla
+):
+    ampere.setattr(torch.cuda, "get_device_capability", lambda device=None: (major, 0))
     ampere.setattr(
         obstacles, "find_spec", lambda name: None if name == "tilelang" else object()
     )
-    installed(ampere, {"triton": "3.6.0"})
+    installed(ampere, {"triton": triton})
     ampere.setattr(
         obstacles, "why_not_flash_qla_package", lambda: obstacles.Obstacle("not here")
     )
-    refused("install tilelang")
+    if takes_fla:
+        assert choose("auto").rule.name == "fla"
+    else:
+        refused("install tilelang")
+
+
+def test_packages_are_advised_where_one_is_missing_and_the_plain_rule_runs_on_a_gpu():
+    missing = obstacles.Obstacle("not installed", ImportError)
+    too_wide = obstacles.Obstacle("heads are too wide")
+    for device, skipped, advised in (
+        ("cuda", [missing, too_wide], True),
+        ("cuda", [too_wide, None], False),
+        ("cpu", [missing], False),
+    ):
+        assert bool(obstacles.advice_about_plain_rule(device, *skipped)) == advised
 
 
 def test_versions_are_compared_by_their_leading_numbers():
     assert obstacles.version_tuple("3.7.1rc1+cu130") == (3, 7, 1)
     assert obstacles.version_tuple("0.6.0.dev3") == (0, 6, 0)
     assert obstacles.version_tuple("0.6rc2") == (0, 6)
+    assert obstacles.version_tuple("0.6.dev3") == (0, 6, 0)

@@ -33,7 +33,7 @@ def test_a_front_rounds_its_inputs_and_gradients_once(kind):
         parameters = kind.draw(BF16)
         if dtype == torch.float64:
             parameters = parameters.to(dtype)
-        front = kind.make(rows, parameters, kind._rule(False)).front
+        front = kind.make(rows, parameters, kind.rule(False)).front
         inputs = front.forward(rows, parameters.own, None)
         of_tokens = inputs if front.table.shared_input is None else inputs[:-1]
         assert all(x.is_contiguous() for x in of_tokens)
@@ -56,7 +56,7 @@ def test_a_readout_rounds_its_rows_and_gradients_once(kind):
         parameters = kind.draw(BF16)
         if dtype == torch.float64:
             parameters = parameters.to(dtype)
-        mixer = kind.make(rows, parameters, kind._rule(False))
+        mixer = kind.make(rows, parameters, kind.rule(False))
         state = mixer.front.table.state_shape
         o = random(1, 2, 9, state.heads, state.columns).to(dtype)
         gamma = parameters.norm.gamma
@@ -74,7 +74,7 @@ def test_a_readout_rounds_its_rows_and_gradients_once(kind):
 def test_states_and_maps_lie_in_memory_as_kernels_read_them(kind):
     rows = kind.rows(70, 2)
     parameters = kind.draw(torch.float32)
-    rule = kind._rule(False)
+    rule = kind.rule(False)
     front = kind.make(rows, parameters, rule).front
     inputs = front.forward(rows, parameters.own, None)
     tensors = [*rule.begin(inputs, None).state_map()]

@@ -5,6 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from megatron_gdn.ops.aligned import AlignedReadout
 from megatron_gdn.ops.mixer import mix
 from megatron_gdn.ops.readout.base import (
     PassThroughReadout,
@@ -56,6 +57,23 @@ def test_output_and_every_gradient(sizes, activation, zero_centered):
     of_leaves = leaves[0], leaves[1], gate, leaves[2]
     expected = written_out(*of_leaves, zero_centered, ACTIVATIONS[activation])
     assert_readout(PlainReadout(gate, activation, EPS, zero_centered), leaves, expected)
+
+
+GATE = slice(3, 45)
+PLAIN = PlainReadout(GATE, "silu", EPS)
+
+
+@pytest.mark.parametrize(
+    "readout",
+    [PLAIN, AlignedReadout(PLAIN, None), PassThroughReadout(GATE, 6)],
+    ids=lambda readout: type(readout).__name__,
+)
+def test_the_result_is_written_to_a_given_tensor(readout):
+    o, rows, gamma = torch.randn(2, 3, 6, 7), torch.randn(3, 2, 45), torch.randn(7)
+    expected = readout.forward(o, rows, gamma)
+    given = torch.full_like(expected, torch.nan)
+    assert readout.forward(o, rows, gamma, out=given) is given
+    assert torch.equal(given, expected)
 
 
 def toy_stages(layout, readout, *parameters):

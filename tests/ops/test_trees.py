@@ -11,7 +11,8 @@ from megatron_gdn.inference import gdn_rows
 from megatron_gdn.ops.delta_rule.base import HeadSizes
 from megatron_gdn.ops.mixer import mix
 from megatron_gdn.ops.stages import GatedNorm, SequenceContext
-from megatron_gdn.ops.trees import ALIGNMENT_BYTES
+from megatron_gdn.ops.trees import ALIGNMENT_BYTES, TreeDocuments
+from tests.inference.row_mixers import gdn_kind
 from tests.ops.test_mixer import make_inputs, plain_rule
 from tests.parallel import assert_close
 from tests.trees import Tree, random_tree, separately
@@ -55,6 +56,17 @@ def test_a_tree_equals_the_sequences_packed_separately(seed):
     tree = random_tree(seed, multiple=seed % 3 + 1)
     for ours, theirs in zip(*both(tree, recompute=bool(seed % 2)), strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-11, rtol=1e-11)
+
+
+def test_a_convolution_of_one_tap_reads_no_row_of_a_parent():
+    kind = gdn_kind(SIZES, taps=1)
+    tree = Tree((-1, 0, 0), (7, 3, 5))
+    apart = separately(tree)
+    rows = kind.rows(15, dtype=torch.float64)
+    parameters = kind.draw(torch.float64)
+    ours = kind.train(rows, parameters, kind.plain, tree.documents)
+    theirs = kind.train(rows[apart.source], parameters, kind.plain, apart.documents)
+    torch.testing.assert_close(ours[apart.tokens], theirs[apart.kept])
 
 
 @pytest.mark.parametrize(
@@ -172,6 +184,12 @@ def test_a_forward_whose_gradient_nobody_asks_for_computes_no_map():
 def test_what_is_no_tree_is_refused(parents, lengths, told):
     with pytest.raises(ValueError, match=told):
         _ = Tree(parents, lengths).documents
+
+
+def test_padding_of_documents_without_tokens_is_refused():
+    documents = TreeDocuments((0, 2, 4), torch.device("cpu"), (-1, 0), (0, 0))
+    with pytest.raises(ValueError, match="4 tokens are padding of documents without"):
+        _ = documents.levels
 
 
 def test_tables_are_made_on_the_host_whatever_the_default_device_is():

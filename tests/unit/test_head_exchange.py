@@ -12,6 +12,9 @@ from megatron_gdn.context_parallel import (
     Headwise,
     MambaContextParallel,
     SequenceLayout,
+    get_parameter_local_cp,
+    tensor_a2a_cp2hp,
+    tensor_a2a_hp2cp,
 )
 from megatron_gdn.context_parallel.headwise.exchange import HeadExchange
 from megatron_gdn.context_parallel.headwise.shares import waves_of
@@ -193,3 +196,6 @@ def test_one_rank_gets_the_very_tensors():
     assert cp.get_A_log() is owner.A_log and cp.get_conv1d_bias() is None
     assert cp.get_conv1d_weight().shape == (len(owner.conv1d.weight), TAPS)
     assert not isinstance(cp, nn.Module)
+    for exchange in (tensor_a2a_cp2hp, tensor_a2a_hp2cp):
+        assert exchange(x, 0, -1, cp.cp_group) is x
+    assert get_parameter_local_cp(owner.A_log, 0, cp.cp_group) is owner.A_log

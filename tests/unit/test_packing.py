@@ -431,6 +431,8 @@ def test_documents_of_boundaries_on_the_host_are_on_the_rows_device(kind):
         documents = _documents_of(given, 5, device)
         assert documents.device == device and documents.offsets == (0, 3, 5)
         assert _documents_of(given, 5, device).device == device
+        for other in (torch.device("meta"), CPU):
+            assert documents.to(other).device == other
 
 
 def test_an_exchange_reads_boundaries_at_their_first_use_alone():

@@ -72,7 +72,7 @@ def test_head_counts_that_cannot_be_shared_list_those_that_can(
     }
     dims = GDNDims.from_config(SimpleNamespace(**config))
     legal_sizes = [int(size) for size in legal.split(", ")]
-    for ranks in range(1, 2 * value_heads):
+    for ranks in range(-1, 2 * value_heads):
         if ranks in legal_sizes:
             # Every rank's value heads use the same key heads in equal numbers.
             share = dims.layout.share(ranks)
@@ -135,10 +135,12 @@ def config(**changes):
 def test_sizes_come_from_the_config_or_from_expand():
     assert Mamba2Dims.from_config(config(), 6, 4, 2) == dims()
     assert Mamba2Dims.from_config(config(mamba_num_heads=None), 6, 4, 2).num_heads == 4
-    with pytest.raises(
-        ValueError, match="gives 14 channels, which do not divide into heads of"
-    ):
-        Mamba2Dims.from_config(config(mamba_num_heads=None), 7, 4, 2)
+    for head_dim in (3, None, 0):
+        said = f"gives 14 channels, which do not divide .* mamba_head_dim={head_dim}"
+        with pytest.raises(ValueError, match=said):
+            Mamba2Dims.from_config(
+                config(mamba_num_heads=None, mamba_head_dim=head_dim), 7, 4, 2
+            )
 
 
 def test_sizes_that_do_not_fit_are_refused():
@@ -148,10 +150,10 @@ def test_sizes_that_do_not_fit_are_refused():
         dims(num_heads=6)
     with pytest.raises(ValueError, match="head_dim=None is not a size"):
         dims(head_dim=None)
-    with pytest.raises(
-        SizeError, match="size=8 cannot split 4 groups of 8 .* use one of 1, 2, 4"
-    ):
-        dims().shard(8)
+    for ranks in (8, 0, -1):
+        said = f"size={ranks} cannot split 4 groups of 8 .* use one of 1, 2, 4"
+        with pytest.raises(SizeError, match=said):
+            dims().shard(ranks)
     require_widths(dims().layout, 8)  # 24 + 24 + 20 + 20 = 88 columns before dt
     with pytest.raises(SizeError, match="multiples of 16, but in_proj .* 88 columns"):
         require_widths(dims().layout, 16)

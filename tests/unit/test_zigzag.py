@@ -57,6 +57,11 @@ def test_every_token_is_held_by_exactly_one_rank(cp, units, layout):
     held = torch.cat([local_indices(lengths, cp, rank, layout) for rank in range(cp)])
     assert torch.equal(held.sort().values, torch.arange(sum(lengths)))
     assert torch.equal(held, inverse(rank_order_of_sequence(lengths, cp, layout)))
+    for rank in (-1, cp):
+        with pytest.raises(
+            ValueError, match=f"cp_rank={rank} is not one of 0 .. {cp - 1}"
+        ):
+            local_indices(lengths, cp, rank, layout)
 
 
 @pytest.mark.parametrize("cp", [2, 4])

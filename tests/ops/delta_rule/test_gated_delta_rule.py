@@ -250,6 +250,11 @@ def test_a_rule_is_chosen_for_the_inputs(monkeypatch, deterministic):
     ("changes", "message"),
     [
         ({"query": torch.zeros(1, 4, 2, 5)}, "query must have shape .1, 4, 2, 8"),
+        (
+            {"key": torch.zeros(4, 2, 8)},
+            r"must be \[B, T, heads, dim\], got \(4, 2, 8\)",
+        ),
+        ({"value": torch.zeros(4, 4, 8)}, r"must be \[B, T, .* and \(4, 4, 8\)"),
         ({"g": torch.zeros(1, 4, 2)}, "g must have shape"),
         (
             {
