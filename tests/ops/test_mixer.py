@@ -97,7 +97,7 @@ def test_wrong_shapes_say_what_is_expected():
     sizes = HeadSizes(1, 2, 4, 6)
     (proj, *others), _ = make_inputs(sizes, S=5, B=2)
     apart = torch.stack([proj, proj], -1)[..., 0]  # columns are not side by side
-    for rows in (proj[..., 1:], proj[None], apart):
+    for rows in (proj[..., 1:], proj[..., None], apart):
         with pytest.raises(ValueError, match=rf"\[S, B, {sizes.layout.width}\]"):
             mixed_by(None, [rows, *others], sizes)
     weight, *others = others
