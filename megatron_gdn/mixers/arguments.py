@@ -6,9 +6,9 @@ as unset.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, fields
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from megatron.core.transformer.cuda_graphs import is_graph_capturing
@@ -214,8 +214,11 @@ def recomputed_parts(
         NotImplementedError: the whole layer under FP8.
     """
     asked = set(RECOMPUTE_LEVELS[recompute or "none"])
-    selective = config.recompute_granularity == "selective"
-    for name in config.recompute_modules or () if selective else ():
+    names: Iterable[str] = ()
+    if config.recompute_granularity == "selective":
+        # Megatron's config replaces None by its default
+        names = cast(Iterable[str], config.recompute_modules)
+    for name in names:
         if name in modules and recompute == "none":
             raise ValueError(
                 f"recompute='none' and --recompute-modules {name} contradict. Leave "
@@ -280,7 +283,8 @@ def check_config_fields(
     prefixes = ("gdn",) + known.prefixes
     without_effect = [
         name
-        for name in config.offload_modules or ()
+        # Megatron's config refuses offloading without modules
+        for name in cast(Iterable[str], config.offload_modules)
         if name in _ATTENTION_OFFLOADS or name.startswith(prefixes)
     ]
     if without_effect:

@@ -120,8 +120,9 @@ class TorchAttention(HasCpLayout, DotProductAttention):
         ``query`` is ``[s, B, H, D]``; ``key`` and ``value`` have G heads. In generation
         ``key`` and ``value`` have all tokens so far, and ``query`` has the last tokens.
         Packed inputs may lack the dimension B. ``attn_mask_type`` (Megatron's) says
-        which keys a query sees. With packed documents or context parallelism,
-        ``attention_mask`` must be None or causal, and ``attention_bias`` None.
+        which keys a query sees. With packed documents, context parallelism or
+        ``batch_invariant_mode``, ``attention_mask`` must be None or causal;
+        ``attention_bias`` must be None.
         """
         share = MicroBatchShare.of(
             packed_seq_params,
@@ -130,11 +131,21 @@ class TorchAttention(HasCpLayout, DotProductAttention):
             query.shape[0],
             query.device,
         )
+        if attention_bias is not None:
+            raise NotImplementedError(
+                "TorchAttention adds no attention_bias; pass None."
+            )
         if share.documents is None and share.size == 1:
-            if self.config.batch_invariant_mode and attention_mask is None:
-                return self._query_by_query(query, key, value)
             queries = query.shape[0]
             keys = key.shape[0]
+            if self.config.batch_invariant_mode:
+                require_causal(
+                    attention_mask,
+                    query.shape[1],
+                    keys,
+                    lambda: range(keys - queries, keys),
+                )
+                return self._query_by_query(query, key, value)
             # in generation the queries are the last tokens: True hides a later key
             if attention_mask is None and 1 < queries < keys:
                 position = torch.arange(keys, device=query.device)
@@ -146,7 +157,7 @@ class TorchAttention(HasCpLayout, DotProductAttention):
             self.config = _config_of_one_rank(self.config)
             try:
                 return super().forward(
-                    query, key, value, attention_mask, attn_mask_type, attention_bias
+                    query, key, value, attention_mask, attn_mask_type
                 )
             finally:
                 self.config = config
@@ -158,10 +169,6 @@ class TorchAttention(HasCpLayout, DotProductAttention):
             feature = "context parallelism"
             rows = query.shape[1]
         self._require_plain_attention(feature, attn_mask_type)
-        if attention_bias is not None:
-            raise NotImplementedError(
-                "TorchAttention adds no attention_bias; pass None."
-            )
         tokens = query.shape[0] * share.size
         require_causal(attention_mask, rows, tokens, lambda: share.positions)
         # Megatron removes the dimension B of "thd" queries
@@ -510,7 +517,7 @@ class TorchSelfAttention(HasCpLayout, SelfAttention):
         self._require_same_cp_group()
         # None, or for each layer whether the layer rotates nothing
         layers_without_rope: Any = self.config.no_rope_freq
-        rotates = rotary_pos_emb is not None and not (
+        rotates = not (
             layers_without_rope and layers_without_rope[self.layer_number - 1]
         )
         if rotary_pos_emb is not None and rotates:

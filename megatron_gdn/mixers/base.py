@@ -487,7 +487,7 @@ class RecurrentMixer(MarkedParameters, SeparatelyShardedFp32, MegatronModule):
                 refilled.remember_sent(mixed, batch.passage.from_stages)
         readout = stages.readout
         if isinstance(readout, SplitReadout) and readout.second_step_after_exchange:
-            mixed = readout.second_step(mixed, rows if own_rows is None else own_rows)
+            mixed = readout.second_step(mixed, own_rows)
         return mixed, refilled
 
     def stages(

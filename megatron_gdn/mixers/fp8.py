@@ -196,7 +196,7 @@ def build_linear(
     with no_fp8_weights:
         linear: Any = build_module(spec, *sizes, config=config, **options)
     weight = getattr(linear, "weight", None)
-    if may_use_fp8(config) and weight is not None and stored_quantised(weight):
+    if may_use_fp8(config) and stored_quantised(weight):
         raise NotImplementedError(
             "the quantization recipe stores a projection of this layer in FP8 "
             "(fp8_param: true), which would round the rows of the gates. Set fp8_param "
@@ -206,11 +206,12 @@ def build_linear(
 
 
 def runs_in_fp8(linear: Any) -> bool:
-    """Whether a call of ``linear`` would run in FP8 now."""
+    """Whether a call of ``linear``, one of Transformer Engine's, would run in FP8
+    now."""
     # Megatron imports this class only if Transformer Engine is installed
     manager = getattr(fp8_utils, "FP8GlobalStateManager", None)
     is_on = manager is not None and manager.is_fp8_enabled()
-    return hasattr(linear, "fp8_meta") and linear.will_execute_quantized(is_on)
+    return linear.will_execute_quantized(is_on)
 
 
 def keep_unquantised_input(linear: Any, config: TransformerConfig) -> bool:

@@ -104,7 +104,7 @@ class GateProduct(torch.autograd.Function):
         """Return y and the view of x.
 
         ``group`` is the tensor-parallel group. With ``sequence_parallel`` each rank has
-        other tokens in ``x``.
+        other tokens in ``x``; Transformer Engine's linears switch it off on one rank.
         """
         ctx.set_materialize_grads(False)
         # the gate rows of all ranks' weights
@@ -130,7 +130,7 @@ class GateProduct(torch.autograd.Function):
             # Otherwise autograd would compute a gradient of the view whenever the
             # weight needs one.
             ctx.mark_non_differentiable(view_of_x)
-        if sequence_parallel and group.size() > 1:
+        if sequence_parallel:
             # all gates of this rank's tokens become this rank's gates of all tokens
             own_gates = all_to_all_sp2hp(y, group).unflatten(0, (-1, x.shape[1]))
         else:
@@ -153,10 +153,9 @@ class GateProduct(torch.autograd.Function):
         x, all_weights, factor, gamma, r_T1, y = ctx.saved_tensors
         needs_d_x, needs_d_weight, needs_d_gamma = ctx.needs_input_grad[:3]
         group = ctx.group
-        tokens_are_split = ctx.sequence_parallel and ctx.group.size() > 1
         x_TD = x.flatten(0, 1)
         # the gradient of all ranks' gates, for the tokens of x
-        if tokens_are_split:
+        if ctx.sequence_parallel:
             d_y = all_to_all_hp2sp(d_gates.flatten(0, 1), group)
         else:
             d_y = all_gather_last_dim_from_tensor_parallel_region(
@@ -187,7 +186,7 @@ class GateProduct(torch.autograd.Function):
                     d_own = d_factor
                 else:
                     d_own = d_factor * gamma
-                if tokens_are_split:
+                if ctx.sequence_parallel:
                     d_own = reduce_scatter_to_sequence_parallel_region(
                         d_own, group=group
                     )

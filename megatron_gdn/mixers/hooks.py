@@ -119,7 +119,7 @@ def runs_class_forward(module: nn.Module) -> bool:
         return True
     forward = vars(module).get(forward_name(module))
     # When accelerate's hooks are removed, the attribute is a bound method of the class.
-    return forward is None or getattr(forward, "__func__", None) is type(module).forward
+    return getattr(forward, "__func__", None) is type(module).forward
 
 
 @contextmanager

@@ -37,7 +37,8 @@ class LatentAttention(MLASelfAttention):
     (Kimi Team, "Kimi Linear: An Expressive, Efficient Attention Architecture", 2025.)
 
     Args:
-        config: an ``MLATransformerConfig``; its fields about rotation are not read.
+        config: an ``MLATransformerConfig``. Of its fields about rotation only
+            ``mscale_all_dim`` has an effect: as in Megatron, it scales the scores.
         submodules: as in Megatron; ``q_layernorm`` is left out without
             ``config.q_lora_rank``. A norm must not be fused into a projection.
         norm_epsilon: epsilon of the two norms; None means
@@ -46,8 +47,9 @@ class LatentAttention(MLASelfAttention):
     The other arguments are those of ``MLASelfAttention``.
 
     Raises:
-        NotImplementedError: ``config.cache_mla_latents``, or generation with a
-            context-parallel size above 1.
+        NotImplementedError: ``config.cache_mla_latents`` or
+            ``config.apply_rope_fusion``, or generation with a context-parallel size
+            above 1.
     """
 
     def __init__(
@@ -68,6 +70,12 @@ class LatentAttention(MLASelfAttention):
                 "queries and keys, and LatentAttention has no position embedding. Set "
                 "it to False."
             )
+        if config.apply_rope_fusion:
+            raise NotImplementedError(
+                "apply_rope_fusion=True: Megatron's fused kernels rotate queries and "
+                "keys, and LatentAttention has no position embedding. Set it to False "
+                "(--no-rope-fusion)."
+            )
         kv_norm = _with_epsilon(submodules.kv_layernorm, norm_epsilon)
         q_norm: Any = IdentityOp
         if config.q_lora_rank is not None:
@@ -75,7 +83,7 @@ class LatentAttention(MLASelfAttention):
         submodules = replace(submodules, q_layernorm=q_norm, kv_layernorm=kv_norm)
         super().__init__(config, submodules, *args, **kwargs)
         self.norm_epsilon = norm_epsilon
-        self.rotary_pos_emb: Any = _NoAngles()
+        self.rotary_pos_emb: Any = _NoAngles(config)
 
     def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
         """Megatron calls this method to choose the projections and norms to build. The
@@ -150,11 +158,12 @@ class LatentAttention(MLASelfAttention):
 
 
 class _NoAngles(nn.Module):
-    """Stands in for Megatron's ``RotaryEmbedding``: a table of angles
-    ``[rows, 1, 1, 0]``, so that no column is rotated."""
+    """Stands in for the rotary embedding that Megatron takes for ``config.rope_type``:
+    a table of angles ``[rows, 1, 1, 0]``, so that no column is rotated."""
 
-    def __init__(self) -> None:
+    def __init__(self, config: MLATransformerConfig) -> None:
         super().__init__()
+        self.config = config
         self.register_buffer(
             "angles", torch.empty(1, 1, 1, 0, dtype=torch.float32), persistent=False
         )
@@ -179,9 +188,12 @@ class _NoAngles(nn.Module):
             tokens *= transformer_config.tensor_model_parallel_size
         return tokens
 
-    def forward(self, rows: int, **others: Any) -> Tensor:
-        angles = self.get_buffer("angles")
-        return angles.expand(rows, 1, 1, 0)
+    def forward(self, rows: int, **others: Any) -> Tensor | tuple[Tensor, float]:
+        """The table; for YaRN, Megatron's default, also the factor of its cosines."""
+        angles = self.get_buffer("angles").expand(rows, 1, 1, 0)
+        if self.config.rope_type == "rope":
+            return angles
+        return angles, 1.0
 
 
 def _with_epsilon(norm: Any, epsilon: float | None) -> Callable[..., nn.Module]:

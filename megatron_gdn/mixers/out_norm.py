@@ -133,13 +133,13 @@ class _SumGradient(torch.autograd.Function):
         return total, None
 
 
-def with_summed_gradient(parameter: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+def with_summed_gradient(parameter: Tensor, group: dist.ProcessGroup) -> Tensor:
     """A view of a replicated parameter; the gradient of the view is summed over the
     ranks of ``group``.
 
-    The result is the parameter itself if there is no group or no gradient is needed.
+    While gradients are off, the result is the parameter itself.
     """
-    if group is None or not (torch.is_grad_enabled() and parameter.requires_grad):
+    if not torch.is_grad_enabled():
         return parameter
     return _SumGradient.apply(parameter, group)
 

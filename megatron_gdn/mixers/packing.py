@@ -125,8 +125,7 @@ def _resolve(
     """
     fixed = static_documents_of(params)
     if fixed is not None:
-        if not _is_packed(params):
-            return None
+        _is_packed(params)  # raises for a format that contradicts the boundaries
         documents = _checked_buffers(fixed, total_tokens, device)
         _require_same_tokens(params, documents)
         return documents

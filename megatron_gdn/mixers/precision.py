@@ -122,7 +122,7 @@ class Fp32Parameters(nn.Module):
             )
         if local_metadata.get("assign_to_params_buffers", False):
             for key, value in values.items():
-                if isinstance(value, Tensor) and value.is_floating_point():
+                if isinstance(value, Tensor):
                     wide_dtype = torch.promote_types(value.dtype, torch.float32)
                     state_dict[key] = value.to(wide_dtype)
         super()._load_from_state_dict(
@@ -220,7 +220,7 @@ class Fp32Group(nn.Module):
     def forward(self) -> tuple[Tensor, ...]:
         """Copies of the gathered parameters; torch frees the gathered tensors after
         this call."""
-        return tuple(p.clone() for p in self._parameters.values() if p is not None)
+        return tuple(p.clone() for p in self.parameters())
 
     def _save_to_state_dict(self, *args: object, **keywords: object) -> None: ...
 

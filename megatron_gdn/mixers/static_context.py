@@ -124,7 +124,8 @@ def roll_back(context: StaticInferenceContext, accepted: int) -> None:
                 "the batch was reordered (swap_key_value_dict) since its last step; "
                 "roll back before reordering."
             )
-        if not 0 <= accepted <= (most := _tokens_of_last_step(progress)):
+        most = _tokens_of_last_step(progress)
+        if not 0 <= accepted <= most:
             raise ValueError(
                 f"accepted={accepted} must be 0 to {most}, the tokens of the last step."
             )

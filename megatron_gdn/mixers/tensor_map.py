@@ -54,7 +54,7 @@ class TensorMap:
     # Megatron's local modules, if this key differs
     names: tuple[str, ...]
     sources: tuple[HFRef, ...]
-    # Megatron's row i is row rows[i] of cat(sources); None: row i
+    # Megatron's row i is row rows[i] of cat(sources), which are several; None: row i
     rows: Tensor | None = None
     # the dimension that is split over ranks; None: every rank has the whole tensor
     shard_dim: int | None = None
@@ -169,10 +169,10 @@ class TensorMap:
         """Cut the rows of ``full``, Megatron's tensor, into one tensor for each source.
 
         ``self.rows`` are the indices by which :meth:`to_megatron` reorders the joined
-        rows of the sources; ``argsort`` gives the reverse order. A lone source that is
-        not reordered may have another shape, so it is reshaped.
+        rows of the sources; ``argsort`` gives the reverse order. A lone source is never
+        reordered, but may have another shape, so it is reshaped.
         """
-        if len(self.sources) == 1 and self.rows is None:
+        if len(self.sources) == 1:
             return (full.reshape(self.sources[0].slice_shape),)
         if self.rows is not None:
             full = full[self.rows.argsort().to(full.device)]
@@ -255,8 +255,9 @@ def take_share(
     return torch.cat(parts, dim)
 
 
-def stored_quantised(tensor: Tensor) -> bool:
-    """Whether Transformer Engine (2.0 and newer) stores this weight quantised."""
+def stored_quantised(tensor: Tensor | None) -> bool:
+    """Whether Transformer Engine (2.0 and newer) stores this weight quantised; False
+    for None."""
     # If Transformer Engine is not imported, no tensor can be a QuantizedTensor.
     engine: Any = sys.modules.get("transformer_engine.pytorch.tensor")
     return isinstance(tensor, getattr(engine, "QuantizedTensor", ()))

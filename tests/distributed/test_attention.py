@@ -346,7 +346,9 @@ def test_a_tree_on_one_rank_of_a_models_group_names_the_group_of_its_rank():
 class CoreInZigzag(nn.Module):
     """As Transformer Engine's: takes tokens as cut in zigzag, whatever the loader did."""
 
-    def __init__(self, config, layer_number, mask_type, attention_type, pg_collection):
+    def __init__(
+        self, config, layer_number, mask_type, attention_type, pg_collection=None
+    ):
         super().__init__()
         self.core = build_core(config, pg_collection, "zigzag")
 
@@ -376,6 +378,26 @@ def local_batch(lengths: tuple[int, ...] | None) -> tuple[list, PackedSeqParams 
     if lengths is None:
         return local_qkv((1,)), None
     return local_qkv(), thd(lengths)
+
+
+@pytest.mark.parametrize("kind", ["torch", "with trees"])
+@pytest.mark.parametrize("of", ["batch", "tree"])
+@on_ranks(cp=2)
+def test_groups_default_to_megatrons_global_ones(kind, of):
+    config = attention_config(context_parallel_size=2)
+    core = TorchAttention
+    if kind == "with trees":
+        core = class_with_tree_attention(CoreInZigzag)
+    packed = None
+    if of == "tree":
+        packed = tree_packed_seq_params((16, 16, 16), (-1, 0, 0), device="cpu")
+    outputs = [
+        core(config, 1, AttnMaskType.causal, "self", **groups)(
+            *local_qkv((1,)), None, packed_seq_params=packed
+        )
+        for groups in ({}, {"pg_collection": groups_of_megatron()})
+    ]
+    assert torch.equal(*outputs)
 
 
 OTHER_CUTS = [
@@ -417,19 +439,74 @@ def test_a_core_in_zigzag_takes_what_is_cut_as_in_zigzag(layout, lengths):
 
 
 @on_ranks(cp=2)
+def test_a_core_in_zigzag_takes_a_batch_whatever_is_said_of_packed_documents():
+    qkv, _ = local_batch(None)
+    core = core_in_zigzag(2, "auto")
+    packed = PackedSeqParams(qkv_format="sbhd")
+    packed.cp_partition_mode = "contiguous"
+    found = core(*qkv, None, packed_seq_params=packed)
+    assert torch.equal(found, core(*qkv, None))
+
+
+@pytest.mark.parametrize("of", ["batch", "packed", "tree"])
+@on_ranks(cp=2)
+def test_megatron_rotates_for_a_core_in_zigzag_whatever_the_cut_but_no_trees(of):
+    layer = build_attention(
+        attention_config(context_parallel_size=2), groups_of_megatron(), rope=True
+    )
+    tree = random_tree(6, multiple=4)
+    packed = {"batch": None, "packed": thd(UNEQUAL), "tree": tree.params}[of]
+    tokens = sum(tree.slots if of == "tree" else UNEQUAL)
+    x = torch.randn(tokens // 2, 1, HIDDEN)
+    expected, _ = layer(x, packed_seq_params=packed)
+    layer.core_attention = core_in_zigzag(2, "zigzag")
+    for layout in ("zigzag",) if of == "tree" else ("zigzag", "contiguous"):
+        layer.cp_layout = layout
+        found, _ = layer(x, packed_seq_params=packed)
+        assert_close("output", found, expected, TOLERANCE)
+
+
+@layouts
+@pytest.mark.parametrize("lengths", [None, UNEQUAL], ids=["batch", "packed"])
+@on_ranks(cp=2)
+def test_a_layer_without_rope_rotates_nothing_in_any_layout(lengths, layout):
+    config = attention_config(context_parallel_size=2, no_rope_freq=[1])
+    groups = groups_of_megatron()
+    layer = build_attention(config, groups, cp_layout=layout)
+    packed = None if lengths is None else thd(lengths)
+    x = torch.randn(28, 1, HIDDEN)
+    found, expected = (
+        _turned(layer.forward, config, groups, rope, x, packed_seq_params=packed)[0]
+        for rope in (True, False)
+    )
+    assert torch.equal(found, expected)
+
+
+@on_ranks(cp=2)
+def test_a_batch_over_other_ranks_than_the_models_angles_is_refused():
+    config = attention_config(context_parallel_size=2)
+    groups = groups_of_megatron()
+    layer = build_attention(config, groups)
+    packed = PackedSeqParams(
+        qkv_format="sbhd", cp_group=group_of_one(), local_cp_size=1, max_seqlen_q=28
+    )
+    x = torch.randn(28, 1, HIDDEN)
+    with pytest.raises(NotImplementedError, match="its own .* group.*pack the"):
+        _turned(layer.forward, config, groups, True, x, packed_seq_params=packed)
+
+
+@on_ranks(cp=2)
 def test_a_core_in_zigzag_refuses_nothing_that_is_not_cut():
     """A micro-batch that brings a group of one rank, and trees, which run in a
     `TorchAttention`."""
     core = core_in_zigzag(2, "contiguous")
     packed = thd((8, 16))
-    packed.cp_group = group_of_one()
     packed.local_cp_size = 1
     qkv = local_qkv()
     alone_on_rank = build_core(attention_config(), alone(), "contiguous")
-    assert torch.equal(
-        core(*qkv, None, packed_seq_params=packed),
-        alone_on_rank(*qkv, None, packed_seq_params=thd((8, 16))),
-    )
+    expected = alone_on_rank(*qkv, None, packed_seq_params=thd((8, 16)))
+    for packed.cp_group in (group_of_one(), None):
+        assert torch.equal(core(*qkv, None, packed_seq_params=packed), expected)
     tree = tree_packed_seq_params((16, 16, 16), (-1, 0, 0), device="cpu")
     by_torch = build_core(
         attention_config(context_parallel_size=2), groups_of_megatron(), "zigzag"

@@ -60,7 +60,7 @@ def forget_attention_backend() -> None:
         os.environ.pop(name, None)
 
 
-def build_model(pattern="M-*-G-", **changes):
+def build_model(pattern="M-*-G-", positions="rope", **changes):
     forget_attention_backend()
     mamba = {
         "mamba_num_heads": 6,
@@ -74,7 +74,8 @@ def build_model(pattern="M-*-G-", **changes):
         "num_query_groups": 2,
         **mamba,
     }
-    positions = "rope" if "*" in pattern else "none"
+    if "*" not in pattern:
+        positions = "none"
     config = model_config(pattern, kv_channels=6, **sizes, **changes)
     model = hybrid_model(config, pattern, position_embedding_type=positions)
     forget_attention_backend()
@@ -89,12 +90,12 @@ def training_logits(model, tokens):
 
 
 def generates(
-    tp=1, cp=1, sp=False, pattern="M-*-G-"
+    tp=1, cp=1, sp=False, pattern="M-*-G-", positions="rope"
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Greedy tokens, and the logits of chunks, steps and a roll-back over a text."""
     with parallel(tp=tp, cp=cp):
         sizes = {"tensor_model_parallel_size": tp, "context_parallel_size": cp}
-        model = build_model(pattern, **sizes, sequence_parallel=sp)
+        model = build_model(pattern, positions, **sizes, sequence_parallel=sp)
         text = torch.randint(VOCAB, (2, 23), generator=torch.Generator().manual_seed(1))
         model.train()
         greedy = generate(model, text[:, :9], 10, chunk=4)
@@ -200,6 +201,16 @@ def test_two_ranks_generate_what_one_generates(pools, alone, tp, cp, sp):
         )
 
 
+def test_attention_without_positions_generates_over_two_ranks(pools):
+    given = {"pattern": "*-G-", "positions": "none"}
+    ((tokens, logits),) = pools(1).run(generates, **given)
+    for other_tokens, other_logits in pools(2).run(generates, cp=2, **given):
+        assert torch.equal(other_tokens, tokens)
+        torch.testing.assert_close(
+            other_logits, logits, rtol=1e-5, atol=1e-5 * logits.abs().max().item()
+        )
+
+
 @on_ranks(tp=2)
 def test_sequence_parallel_prefill_leaves_the_same_states():
     """A layer's states do not depend on how the rows of a prefill were cut."""
@@ -215,11 +226,12 @@ def test_sequence_parallel_prefill_leaves_the_same_states():
             torch.testing.assert_close(steps, next_logits(model, text[:, :2], whole))
 
 
+@pytest.mark.parametrize("pattern", ["G-", "*-"])
 @on_ranks(cp=2)
-def test_a_recurrent_layer_refuses_a_cut_sequence_itself():
-    """In a model whose attention does not refuse before it, since there is none."""
-    config = model_config("G-", context_parallel_size=2)
-    model = hybrid_model(config, "G-", hybrid_stack_spec("local"))
+def test_layers_of_either_kind_refuse_a_cut_sequence_themselves(pattern):
+    """In a model where no layer of the other kind refuses before them."""
+    config = model_config(pattern, context_parallel_size=2)
+    model = hybrid_model(config, pattern, hybrid_stack_spec("local"))
     text = torch.zeros(1, 4, dtype=torch.int64)
     refused = pytest.raises(
         NotImplementedError, match="generation runs on whole sequences"

@@ -16,6 +16,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_gdn import SequenceLayout
 from megatron_gdn.context_parallel import local_indices
+from megatron_gdn.mixers.loader_layout import LoaderLayout, launch_arguments
 from megatron_gdn.specs import hybrid_stack_spec
 from tests.distributed.layer_laws import build_layer, thd
 from tests.parallel import (
@@ -239,3 +240,11 @@ def test_a_contradiction_is_refused_when_a_layer_gets_its_ranks():
     with pytest.raises(ValueError, match="contradict each other"):
         layer.pg_collection = ProcessGroupCollection.use_mpu_process_groups()
     assert layer.cp_size == 1
+
+
+def test_a_packing_scheduler_of_newer_megatrons_decides_in_place_of_flags():
+    layout = LoaderLayout("auto", make_config())
+    with launched_with(BUFFER):
+        assert layout.of_packed() is SequenceLayout.ZIGZAG_BUFFER
+        launch_arguments()["sequence_packing_scheduler"] = "dp_balanced"
+        assert layout.of_packed() is SequenceLayout.ZIGZAG

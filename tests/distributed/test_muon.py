@@ -262,8 +262,10 @@ def test_settings_of_muon_that_join_heads_are_refused(settings, said):
     muon = patch(LAUNCH, lambda: {"optimizer": "muon", **settings})
     with muon, pytest.raises(ValueError, match=said):
         build(config, groups)
-    with patch(LAUNCH, lambda: {"optimizer": "adam", **settings}):
-        build(config, groups)
+    blockwise = {"optimizer": "muon", "muon_tp_mode": "blockwise"}
+    for legal in ({"optimizer": "adam", **settings}, blockwise):
+        with patch(LAUNCH, lambda legal=legal: legal):
+            build(config, groups)
 
 
 @on_ranks(tp=2)

@@ -7,12 +7,13 @@ from functools import partial
 import pytest
 import torch
 from megatron.core import parallel_state
+from megatron.core.inference.contexts import StaticInferenceContext
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_gdn import GatedDeltaNet, Mamba2Mixer
 from megatron_gdn.mixers.attention import TorchSelfAttention
 from tests.distributed.layer_laws import build_layer, over_ranks, thd
-from tests.distributed.mixers import MAMBA2_FP32
+from tests.distributed.mixers import BY_NAME, MAMBA2_FP32
 from tests.distributed.test_loader_layout import (
     LENGTHS,
     build_model,
@@ -206,3 +207,31 @@ def test_attention_between_two_groups_and_heads_in_another_layout_are_refused():
             module.pg_collection = groups_of(two)
     with pytest.raises(ValueError, match="cp_layout='contiguous' over 2 ranks"):
         heads(tokens, tokens, None, labels=tokens)
+
+
+@pytest.mark.parametrize("kind", BY_NAME)
+@on_ranks(cp=2)
+def test_a_collection_of_the_context_parallel_group_alone_is_taken(kind):
+    one = ProcessGroupCollection(cp=group_of_one())
+    layer = BY_NAME[kind].build(
+        BY_NAME[kind].config(context_parallel_size=2), groups_of_megatron()
+    )
+    x = torch.randn(8, 1, layer.config.hidden_size)
+    expected, _ = layer(x, None, pg_collection=groups_of(group_of_one()))
+    assert torch.equal(layer(x, None, pg_collection=one)[0], expected)
+    layer.pg_collection = one
+    assert torch.equal(layer(x, None)[0], expected)
+
+
+@on_ranks(cp=2)
+def test_generation_over_another_number_of_ranks_for_one_forward_is_refused():
+    one = groups_of(group_of_one())
+    context = StaticInferenceContext(1, 8)
+    x = torch.randn(4, 1, 24)
+    layer = build_layer(make_config(), one, {})
+    call = partial(layer, x, inference_context=context)
+    with torch.inference_mode():
+        expected, _ = call(pg_collection=one)
+        with pytest.raises(NotImplementedError, match="group of 2 ranks for one forw"):
+            call(pg_collection=groups_of_megatron())
+        assert torch.equal(call()[0], expected)

@@ -1,11 +1,18 @@
 """Lengths for which Megatron's rotary positions raise are refused in words."""
 
+from functools import partial
+
 import pytest
 import torch
+from megatron.core.inference.contexts import StaticInferenceContext
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.packed_seq_params import PackedSeqParams
 
+from megatron_gdn.mixers.packing import TREE_FORMAT
+from megatron_gdn.mixers.rotary_lengths import explain_rotary_lengths
 from megatron_gdn.specs import hybrid_stack_spec
 from tests.distributed.layer_laws import thd
-from tests.parallel import hybrid_model, model_config
+from tests.parallel import group_of_one, hybrid_model, make_config, model_config
 from tests.ranks import on_ranks
 
 
@@ -46,3 +53,27 @@ def test_a_forgotten_length_of_the_longest_document_is_named(missing):
         setattr(packed, name, None)
     with pytest.raises(ValueError, match="has max_seqlen_q=None.*longest document"):
         run(1, 10, packed)
+
+
+@on_ranks(cp=1)
+def test_lengths_that_megatron_does_not_cut_or_cuts_for_other_ranks_are_free():
+    explain_rotary_lengths()
+    rotary = RotaryEmbedding(
+        6, 1.0, use_cpu_initialization=True, cp_group=group_of_one()
+    )
+    length_of = partial(
+        rotary.get_rotary_seq_len,
+        transformer=None,
+        transformer_input=torch.zeros(5, 1, 24),
+        transformer_config=make_config(context_parallel_size=2),
+    )
+    context = StaticInferenceContext(1, 9)
+    assert length_of(context) == 18
+    assert length_of(None, inference_params=context) == 18
+    sizes = {"max_seqlen_q": 5, "max_seqlen_kv": 5}
+    packed = PackedSeqParams(qkv_format="sbhd", local_cp_size=1, **sizes)
+    assert length_of(None, packed_seq_params=packed) == 5
+    for name in ("sbhd", TREE_FORMAT):
+        packed = PackedSeqParams(qkv_format=name, **sizes)
+        with pytest.raises(ValueError, match="max_seqlen_q is 5 tokens over 2 .* to 8"):
+            length_of(None, packed_seq_params=packed)

@@ -201,6 +201,7 @@ def test_the_mode_comes_from_the_spec_or_the_config():
     )
     assert chosen(short, "headwise", linear_cp_mode="chunkwise") == "chunkwise"
     assert chosen(short, sizes=ONE_KEY_HEAD) == "chunkwise"
+    assert chosen(long, sizes={"batch_invariant_mode": True}) == "headwise"
     assert chosen(short, most_heads=4) == "headwise"
     assert chosen(short, most_heads=3) == "chunkwise"
 

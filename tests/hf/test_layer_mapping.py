@@ -98,6 +98,27 @@ def test_a_trained_gain_is_exported_as_trained_and_its_neighbours_as_they_were()
     assert torch.equal(back[[0, 2]], gain[[0, 2]])
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_a_tensor_is_exported_in_the_dtype_that_is_asked_for(dtype):
+    """Whatever its original's."""
+    gain = random_file(dims_of(), "flat")["norm.weight"]
+    (entry,) = (e for e in gdn_layer_maps("", "", dims_of(), "flat") if e.shift)
+    stored = entry.to_megatron([gain])
+    for original, asked in ((gain.to(dtype), BF16), (gain, dtype)):
+        (back,) = entry.to_hf(stored, [asked], [original])
+        assert back.dtype == asked
+
+
+def test_sections_that_ranks_cannot_share_are_refused():
+    dims = dims_of()
+    (entry,) = (
+        e for e in gdn_layer_maps("", "", dims, "flat") if e.name == "in_proj.weight"
+    )
+    full = torch.zeros(dims.layout.width, dims.hidden_size)
+    with pytest.raises(ValueError, match="in_proj.weight: .* do not split over 5"):
+        entry.shards(full, 5)
+
+
 @pytest.mark.parametrize(
     ("change", "tp_size", "said"),
     [

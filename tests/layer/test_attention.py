@@ -6,11 +6,14 @@ import pytest
 import torch
 from megatron.core import tensor_parallel
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.spec_utils import build_module
+from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from megatron_gdn import (
     set_documents,
@@ -23,6 +26,7 @@ from megatron_gdn.mixers.attention import (
     class_with_tree_attention,
 )
 from megatron_gdn.specs import hybrid_stack_spec
+from megatron_gdn.specs.layer import latent_attention_spec
 from tests.distributed.layer_laws import thd
 from tests.parallel import (
     alone,
@@ -221,6 +225,78 @@ def test_scores_of_documents_have_the_scale_of_megatrons_attention(changes, give
 
 
 @pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("of", ["batch", "packed", "tree"])
+def test_a_group_of_one_rank_may_be_left_out(of):
+    """As Megatron's dynamic context parallelism does, which gives the size alone."""
+    config = make_config(hidden_size=16, num_attention_heads=2, attention_dropout=0.0)
+    parts = SelfAttentionSubmodules(
+        ColumnParallelLinear, TorchAttention, RowParallelLinear
+    )
+    layer = TorchSelfAttention(
+        config, parts, 1, AttnMaskType.causal, pg_collection=alone()
+    )
+    angles = RotaryEmbedding(8, 1.0, use_cpu_initialization=True)(12)
+    x = torch.randn(12, 1, 16)
+    outputs = []
+    for size in (None, 1):
+        packed = {
+            "batch": PackedSeqParams(qkv_format="sbhd"),
+            "packed": thd((5, 7)),
+            "tree": tree_packed_seq_params((5, 7), (-1, 0), device="cpu"),
+        }[of]
+        packed.local_cp_size = size
+        outputs.append(
+            layer(x, None, rotary_pos_emb=angles, packed_seq_params=packed)[0]
+        )
+    assert torch.equal(*outputs)
+
+
+def latent_attention(**changes):
+    settings = {
+        "num_layers": 1,
+        "hidden_size": 24,
+        "num_attention_heads": 4,
+        "q_lora_rank": None,
+        "kv_lora_rank": 8,
+        "qk_head_dim": 4,
+        "qk_pos_emb_head_dim": 2,
+        "v_head_dim": 6,
+        "attention_dropout": 0.0,
+        "use_cpu_initialization": True,
+        "gradient_accumulation_fusion": False,
+    }
+    config = MLATransformerConfig(**settings, **changes)
+    spec = latent_attention_spec("local")
+    return build_module(spec, config, layer_number=1, pg_collection=alone())
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_latent_attention_rotates_nothing_whatever_rotation_the_config_names():
+    """YaRN is the default of Megatron's config."""
+    x = torch.randn(7, 1, 24)
+    layers = [latent_attention(**x) for x in ({}, {"rope_type": "rope"})]
+    layers[1].load_state_dict(layers[0].state_dict())
+    assert torch.equal(*(layer(x, None)[0] for layer in layers))
+    with pytest.raises(NotImplementedError, match="apply_rope_fusion=True: .*Set it"):
+        latent_attention(apply_rope_fusion=True)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_latent_attention_of_a_batch_of_packed_documents_and_of_a_tree_is_the_same():
+    layer = latent_attention()
+    x = torch.randn(7, 1, 24)
+    expected, _ = layer(x, None)
+    for packed in (
+        PackedSeqParams(qkv_format="sbhd"),
+        thd((7,)),
+        tree_packed_seq_params((3, 4), (-1, 0), device="cpu"),
+    ):
+        found, _ = layer(x, None, packed_seq_params=packed)
+        # fp32: some 80 roundings, for sums of at most 24 terms
+        assert_close("output", found, expected, 1e-5)
+
+
+@pytest.mark.usefixtures("one_rank")
 def test_dropout_in_trees_is_for_training_alone():
     config = make_config(attention_dropout=0.5)
     core = class_with_tree_attention(DotProductAttention)(
@@ -265,5 +341,14 @@ def test_attention_of_the_same_bits_for_any_cut_has_the_same_values(lengths):
             config, 1, AttnMaskType.causal, "self", pg_collection=alone()
         )
         outputs.append(layer(q, k, v, None, packed_seq_params=packed))
+    causal = torch.ones(7, 7).triu(1).bool()[None, None]
+    masked = layer(q, k, v, causal, packed_seq_params=packed)
+    assert torch.equal(masked, outputs[1])
+    last = layer(q[4:], k, v, causal[:, :, 4:]) if packed is None else masked[4:]
+    assert torch.equal(last, masked[4:])
+    with pytest.raises(NotImplementedError, match="is not a causal mask"):
+        layer(q, k, v, ~causal, packed_seq_params=packed)
+    with pytest.raises(NotImplementedError, match="adds no attention_bias"):
+        layer(q, k, v, None, attention_bias=q, packed_seq_params=packed)
     # fp32: some 80 roundings, for scores of 6 terms and sums of at most 7 weights
     assert_close("output", outputs[1], outputs[0], 1e-5)

@@ -119,7 +119,13 @@ def dilate(layer):
     layer.conv1d.dilation = (2,)
 
 
-@pytest.mark.parametrize("change", [replace_class, replace_forward, wrap, dilate])
+def stretch(layer):
+    layer.conv1d.dilation = layer.conv1d.stride = (2,)
+
+
+@pytest.mark.parametrize(
+    "change", [replace_class, replace_forward, wrap, dilate, stretch]
+)
 def test_a_convolution_that_computes_something_else_is_refused(change):
     layer = whole("gdn")
     layer(rows(layer))

@@ -26,7 +26,7 @@ def objects(values):
 
 
 def summed(body, see, monkeypatch):
-    norm = nn.Sequential(nn.LayerNorm(3), nn.LayerNorm(3))
+    norm = nn.Sequential(nn.LayerNorm(3), nn.LayerNorm(3, bias=False))
     see(lambda: [objects(part._parameters) for part in norm])
     with gradients_summed(norm, dist.group.WORLD):
         body()

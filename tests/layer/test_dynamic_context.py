@@ -75,8 +75,7 @@ def make_context(layer, *, shapes=None, dtype=torch.float32, speculative=0, **mo
         max_tokens=128,
         unified_memory_level=0,
         num_speculative_tokens=speculative,
-        mamba_inference_state_config=of_states,
-        **more,
+        **{"mamba_inference_state_config": of_states, **more},
     )
     return DynamicInferenceContext(make_config(num_layers=2), config)
 
@@ -270,8 +269,12 @@ def test_windows_hold_the_last_inputs_of_the_convolution():
             {"enable_prefix_caching": True, "prefix_caching_mamba_gb": 0.01},
             "cached prefixes",
         ),
+        (
+            {"mamba_inference_state_config": None},
+            "no buffers for recurrent states; give .* mamba_inference_state_config",
+        ),
     ],
-    ids=["another layer", "narrow states", "prefix caching"],
+    ids=["another layer", "narrow states", "prefix caching", "no states"],
 )
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_a_context_cannot_hold_is_refused_in_words(kind, change, words):
@@ -289,8 +292,63 @@ def test_masks_and_packing_are_refused(kind):
     call = partial(
         layer, torch.zeros(4, 1, layer.config.hidden_size), inference_context=context
     )
-    with (
-        torch.inference_mode(),
-        pytest.raises(NotImplementedError, match="holds the request"),
-    ):
-        call(packed_seq_params=thd((4,)))
+    for given in ({"packed_seq_params": thd((4,))}, {"attention_mask": torch.ones(1)}):
+        with (
+            torch.inference_mode(),
+            pytest.raises(NotImplementedError, match="holds the request"),
+        ):
+            call(**given)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "flag"), [(torch.bfloat16, "bf16"), (torch.float16, "fp16")], ids=str
+)
+def test_the_flags_for_a_16_bit_layer_are_named(dtype, flag):
+    layer = make_layer("gdn").to(dtype)
+    served = Served(layer, make_context(layer, dtype=dtype))
+    served.embedding = served.embedding.to(dtype)
+    served.context.add_request(served.request(0, 3))
+    said = f"-conv-states-dtype {flag} --mamba-inference-ssm-states-dtype fp32"
+    with pytest.raises(ValueError, match=said):
+        served.step()
+
+
+def decode_buffers(layer, steps=()):
+    """Of 3 slots; ``steps`` is the dimension of the tokens of a step."""
+    window, state = layer.mamba_state_shapes_per_request()
+    torch.manual_seed(5)
+    return torch.randn(3, *steps, *window), torch.randn(3, *steps, *state)
+
+
+@pytest.mark.parametrize("kind", ALL_KINDS)
+def test_without_slots_request_n_has_slot_n(kind):
+    layer = make_layer(kind)
+    rows = layer.project(torch.randn(2, 1, layer.config.hidden_size)).detach()
+    found = []
+    for slots in (None, torch.arange(2)):
+        buffers = decode_buffers(layer)
+        found.append([layer.ssm_decode(rows, *buffers, slots), *buffers])
+    assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_several_tokens_without_the_states_after_each_are_refused(kind):
+    layer = make_layer(kind)
+    rows = layer.project(torch.randn(2, 3, layer.config.hidden_size)).detach()
+    conv_steps, _ = decode_buffers(layer, (3,))
+    for steps in ((), (conv_steps, None)):
+        with pytest.raises(ValueError, match="3 tokens .* num_speculative_tokens=2"):
+            layer.ssm_decode(rows, *decode_buffers(layer), torch.arange(2), *steps)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_padding_without_a_prompt_gives_zeros_and_changes_no_state(kind):
+    """As in a CUDA graph for steps with prompts, replayed where none came."""
+    layer = make_layer(kind)
+    context = make_context(layer)
+    assert context.mamba_metadata.cu_seqlens_list == [0]
+    rows = layer.project(torch.randn(5, 1, layer.config.hidden_size)).detach()
+    buffers = decode_buffers(layer)
+    before = [x.clone() for x in buffers]
+    assert not layer.ssm_prefill(rows, *buffers, context).any()
+    assert all(map(torch.equal, buffers, before))

@@ -10,12 +10,14 @@ from unittest.mock import Mock, patch
 
 import pytest
 import torch
+import torch.distributed.checkpoint as checkpoint
 from megatron.core import utils
 from megatron.core.inference.contexts import StaticInferenceContext
 from megatron.core.ssm import gated_delta_net as upstream
 from megatron.core.ssm.mamba_mixer import MambaMixer
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from torch import nn
+from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.tensor import DeviceMesh, DTensor
 
@@ -203,15 +205,50 @@ def test_the_price_of_packed_documents_counts_them(monkeypatch):
     assert priced == [(24, 5, None), (24, 1, (8, 0, 16))]
 
 
+def under_megatron_fsdp(kind, monkeypatch):
+    """A layer as Megatron-FSDP marks it; what it changes in torch's planner ends with
+    the test."""
+    set_up = DefaultLoadPlanner.set_up_planner
+    monkeypatch.setattr(DefaultLoadPlanner, "set_up_planner", set_up)
+    mark = "_may_lack_row_order"
+    monkeypatch.setattr(DefaultLoadPlanner, mark, None, raising=False)
+    delattr(DefaultLoadPlanner, mark)
+    layer = whole(kind)
+    layer.in_proj.weight.megatron_fsdp_dist_index = None
+    return layer
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_file_of_before_that_loads(monkeypatch, tmp_path):
+    layer = under_megatron_fsdp("gdn", monkeypatch)
+    state = layer.state_dict(prefix="layer.")
+    state = {name: x for name, x in state.items() if x is not None}
+    planner = DefaultLoadPlanner.set_up_planner
+    layer.state_dict()
+    assert DefaultLoadPlanner.set_up_planner is planner  # changed once
+    entry = state.pop("layer.in_proj_stored_by")
+    checkpoint.save(state, checkpoint_id=tmp_path, no_dist=True)
+    loaded = {name: torch.zeros_like(x) for name, x in state.items()}
+    given = {**loaded, "layer.in_proj_stored_by": entry}
+    checkpoint.load(given, checkpoint_id=tmp_path, no_dist=True)
+    assert all(torch.equal(x, state[name]) for name, x in loaded.items())
+    with pytest.raises(CheckpointException, match="layer.more"):
+        more = {**loaded, "layer.more": torch.zeros(1)}
+        checkpoint.load(more, checkpoint_id=tmp_path, no_dist=True)
+
+
 @each_mixer
 def test_a_file_says_in_which_order_fsdp_stores_the_rows_of_in_proj(kind, monkeypatch):
     """Megatron's scripts that cut in_proj cut those of the layers that Megatron has."""
-    layer = whole(kind)
+    layer = under_megatron_fsdp(kind, monkeypatch)
     entry = "in_proj_stored_by"
-    monkeypatch.setattr(DefaultLoadPlanner, "_may_lack_row_order", True, raising=False)
-    assert entry not in layer.state_dict()
-    layer.in_proj.weight.megatron_fsdp_dist_index = None  # as Megatron-FSDP marks it
-    assert layer.state_dict()[entry].tolist() == [1]
+    assert entry not in whole(kind).state_dict()
+    state = layer.state_dict()
+    assert state[entry].tolist() == [1]
+    layer.load_state_dict(state)
+    for other, said in ((2, "--tensor-model-parallel-size 2"), (0, "that wrote it")):
+        with pytest.raises(ValueError, match=f"in_proj.weight: .* {said}"):
+            layer.load_state_dict({**state, entry: torch.tensor([other])})
     script = SimpleNamespace(handle_gdn_in_state_dict=True)
     monkeypatch.setitem(sys.modules, "megatron.training.checkpointing", script)
     is_cut = kind == "gdn" or (
@@ -364,6 +401,13 @@ def test_a_mixer_has_the_biases_that_are_asked_for(kind, asked):
     names = dict(whole(kind, **options).named_parameters())
     assert ("in_proj.bias" in names) is (asked and kind != "mamba2")
     assert ("conv1d.bias" in names or "conv1d_bias" in names) is asked
+
+
+@each_mixer
+@pytest.mark.parametrize("rates", [(3, 2), (-1, 2), (0, 0)], ids=str)
+def test_first_decay_rates_are_drawn_from_a_range_above_zero(kind, rates):
+    with pytest.raises(ValueError, match=r"A_init_range=\(.*\) must be \(low, high\)"):
+        whole(kind, A_init_range=rates)
 
 
 @each_mixer

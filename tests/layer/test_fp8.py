@@ -12,7 +12,7 @@ from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
 )
-from megatron.core.transformer.spec_utils import build_module
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
 from megatron_gdn.compat.torch_linear import DuplicatedLinear
 from megatron_gdn.inference.generate import evaluating
@@ -82,6 +82,32 @@ def test_in_proj_keeps_the_class_that_it_was_built_with():
     linear = layer_of(in_proj=RememberingColumn).in_proj
     assert isinstance(linear, GatesOutsideFP8)
     assert type(linear) is linear.built_as
+
+
+def test_in_proj_keeps_the_arguments_of_its_spec():
+    spec = ModuleSpec(module=RememberingColumn, params={"stride": 2})
+    linear = layer_of(in_proj=spec).in_proj
+    assert isinstance(linear, GatesOutsideFP8)
+    assert linear.weight.partition_stride == 2
+
+
+def test_linears_without_fp8_drop_the_input_that_is_computed_again():
+    config = make_config(fp8="hybrid", fp8_recipe=Fp8Recipe.delayed)
+    spec = gated_delta_net_spec("local", recompute="light")
+    assert build_module(spec, config, layer_number=1).recompute_norm_out
+
+
+@pytest.mark.parametrize("kda", [False, True], ids=["gdn", "kda"])
+@pytest.mark.parametrize("why", ["no gradient", "frozen"])
+def test_weights_without_gradients_need_no_buffer_for_them(kda, why):
+    layer = layer_of(kda=kda)
+    x = torch.randn(16, 1, 24)
+    with fp8_on():
+        expected, _ = layer(x)
+        layer.in_proj.fuse_wgrad_accumulation = True
+        layer.requires_grad_(why != "frozen")
+        with torch.set_grad_enabled(why == "frozen"):
+            assert torch.equal(layer(x)[0], expected)
 
 
 @pytest.mark.parametrize("kda", [False, True], ids=["gdn", "kda"])
@@ -367,6 +393,8 @@ def test_what_fp8_of_kimi_delta_attention_needs_is_said(options, settings, said)
 
 def test_mxfp8_is_refused_where_the_gpu_has_none(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))
+    layer_of("mxfp8")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     with pytest.raises(NotImplementedError, match="MXFP8 needs .* this GPU has 9.0"):
         layer_of("mxfp8")

@@ -168,3 +168,15 @@ def test_rows_that_nobody_reads_have_the_gradient_zero(read):
     expected[rows] = torch.randn(expected[rows].shape)
     views[read].backward(expected[rows])
     assert torch.equal(weight.grad, expected)
+
+
+@pytest.mark.parametrize("zeros", [False, True])
+def test_megatron_is_told_of_gradients_that_lie_elsewhere(zeros):
+    """It asks for a gradient that nobody reads, of zeros or of anything."""
+    weight = torch.randn(GATES + MAIN, D, requires_grad=True)
+    vars(weight).update(grad_added_to_main_grad=False, zero_out_wgrad=zeros)
+    views = SplitRows.apply(weight, (MAIN,), True)
+    torch.autograd.backward([Gives.apply(view, None) for view in views])
+    assert weight.grad_added_to_main_grad
+    # new memory holds NaN in these tests
+    assert (weight.grad == 0).all() if zeros else weight.grad.isnan().all()

@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 from megatron.core.inference.contexts import StaticInferenceContext
+from megatron.core.packed_seq_params import PackedSeqParams
 from torch.nn.functional import gelu, linear, silu, softplus
 
 from megatron_gdn.inference import roll_back
@@ -180,13 +181,14 @@ def test_megatrons_own_reordering_of_a_batch_reorders_the_states(kind):
 
 
 @of_both
-def test_micro_batches_of_a_context_keep_apart(kind):
+@pytest.mark.parametrize("firsts", [(0, 2), (2, 0)], ids=str)
+def test_micro_batches_of_a_context_keep_apart(kind, firsts):
     layer, x, _ = make(kind, rows=4, tokens=12)
     context = StaticInferenceContext(4, 20)
     with torch.no_grad():
         expected, _ = layer(x)
     for start, end in ((0, 8), (8, 12)):
-        for first in (0, 2):
+        for first in firsts:
             context.batch_size_offset = first
             with torch.inference_mode():
                 out, _ = layer(
@@ -204,6 +206,21 @@ def states_of(context):
     return [x.clone() for pair in context.key_value_memory_dict.values() for x in pair]
 
 
+def trained_again(layer, x, context):
+    """A forward that its backward would compute again, without the context."""
+    layer.train().recompute_layer = True
+    layer(x.requires_grad_(), inference_context=context)
+
+
+def rolled_back_after_a_swap(layer, x, context):
+    memories = dict(context.key_value_memory_dict)
+    context.swap_key_value_dict([1, 0])
+    try:
+        roll_back(context, 1)
+    finally:
+        context.key_value_memory_dict = memories
+
+
 @pytest.mark.parametrize(
     ("change", "call", "words"),
     [
@@ -217,13 +234,19 @@ def states_of(context):
         ({"batch_size_offset": 1}, None, "made for max_batch_size=2"),
         ({}, lambda layer, x, c: step(layer.double(), x.double(), c), "torch.float64"),
         ({}, lambda layer, x, c: layer(x, inference_context=c), "no backward"),
+        ({}, trained_again, "no backward"),
+        *(
+            ({}, lambda layer, x, c, n=n: roll_back(c, n), "accepted=.* must be 0 to 2")
+            for n in (-1, 3)
+        ),
+        ({}, rolled_back_after_a_swap, "was reordered .* roll back before"),
     ],
 )
 def test_what_does_not_fit_a_context_is_refused_and_changes_nothing(
     change, call, words
 ):
     layer, x, context = make(tokens=12)
-    step(layer, x, context)
+    run(layer, x, context, (10, 2))
     before = states_of(context)
     vars(context).update(change)
     with pytest.raises((ValueError, NotImplementedError), match=words):
@@ -231,6 +254,35 @@ def test_what_does_not_fit_a_context_is_refused_and_changes_nothing(
     assert all(
         torch.equal(a, b) for a, b in zip(states_of(context), before, strict=True)
     )
+
+
+def test_in_a_new_context_there_is_nothing_to_roll_back():
+    with pytest.raises(ValueError, match="no step to roll back"):
+        roll_back(StaticInferenceContext(1, 9), 0)
+
+
+@of_both
+def test_a_frozen_layer_generates_outside_of_no_grad_too(kind):
+    layer, x, context = make(kind, tokens=3)
+    layer.requires_grad_(False)
+    out, _ = layer(x, inference_context=context)
+    assert torch.equal(out, layer(x)[0])
+
+
+def test_a_context_counts_under_its_old_name_and_under_both():
+    layer, x, _ = make(tokens=7)
+    outputs = []
+    for names in (
+        ("inference_context",),
+        ("inference_params",),
+        ("inference_context", "inference_params"),
+    ):
+        context = StaticInferenceContext(2, 9)
+        with torch.inference_mode():
+            layer(x[:4], **dict.fromkeys(names, context))
+            context.increment_sequence_len_offset(4)
+            outputs.append(layer(x[4:], **dict.fromkeys(names, context))[0])
+    assert torch.equal(outputs[0], outputs[1]) and torch.equal(outputs[0], outputs[2])
 
 
 def test_a_first_token_at_an_offset_has_no_state():
@@ -247,8 +299,19 @@ def test_a_layer_without_a_number_is_refused():
         step(layer, x, context)
 
 
-def test_packed_requests_are_refused():
+def test_a_batch_that_is_said_not_to_be_packed_generates():
+    layer, x, context = make(tokens=6)
+    packed = PackedSeqParams(qkv_format="sbhd")
+    with torch.inference_mode():
+        out, _ = layer(x, inference_context=context, packed_seq_params=packed)
+        assert torch.equal(out, layer(x)[0])
+
+
+@pytest.mark.parametrize("graphs", ["none", "local"])
+def test_packed_requests_are_refused(graphs):
+    """In a layer of which Megatron captures training steps, too."""
     layer, x, context = make(rows=1, tokens=6)
+    layer.config.cuda_graph_impl = graphs
     with (
         torch.inference_mode(),
         pytest.raises(NotImplementedError, match="DynamicInferenceContext"),

@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+from megatron.core.inference.contexts import StaticInferenceContext
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch.utils.checkpoint import checkpoint
 
@@ -25,7 +26,12 @@ from tests.distributed.layer_laws import (
     transformer_layer,
 )
 from tests.distributed.mixers import whole
-from tests.parallel import assert_close, groups_of_megatron, make_config
+from tests.parallel import (
+    assert_close,
+    group_of_one,
+    groups_of_megatron,
+    make_config,
+)
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -224,6 +230,17 @@ TREE = tree_packed_seq_params([3, 2], [-1, 0], device="cpu")
 ALIGNED = make_config(batch_invariant_mode=True)
 PADDED = torch.tensor([[1, 1, 1, 0], [1, 1, 2, 2]])
 SIZED = PackedSeqParams(local_cp_size=2)
+
+
+def sized_beside_a_group():
+    packed = PackedSeqParams(local_cp_size=2, cp_group=group_of_one())
+    build()(torch.randn(4, 1, 24), None, packed_seq_params=packed)
+
+
+CONTEXTS = {
+    name: StaticInferenceContext(1, 4)
+    for name in ("inference_context", "inference_params")
+}
 REFUSED = [
     (
         lambda: build(output_gate_activation="tanh"),
@@ -275,6 +292,8 @@ REFUSED = [
         ValueError,
         "local_cp_size=2 and no cp_group",
     ),
+    (sized_beside_a_group, ValueError, "local_cp_size=2 and a cp_group of 1 ranks"),
+    (forward(4, 1, **CONTEXTS), ValueError, "two different objects; give one"),
 ]
 
 

@@ -13,7 +13,7 @@ from megatron_gdn.compat.torch_norm import TorchRMSNorm
 from megatron_gdn.mixers.base import RecurrentMixer
 from megatron_gdn.specs import hybrid_stack_spec, mamba2_spec
 from megatron_gdn.specs.layer import BIAS_DROPOUT_ADD
-from tests.parallel import hybrid_model, model_config
+from tests.parallel import alone, hybrid_model, model_config
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -121,3 +121,23 @@ def test_a_mamba_layer_of_another_spec_checks_the_mask_and_forgets_it():
     with pytest.raises(NotImplementedError, match="not a causal mask"):
         layer(x, of_documents())
     assert torch.equal(layer(x), layer(x, attention_mask=causal()))
+
+
+class Other(torch.nn.Module):
+    """A mixer that is none of ours."""
+
+    def __init__(self, config, d_model, **_):
+        super().__init__()
+
+    def forward(self, hidden_states, **_):
+        return 2 * hidden_states, None
+
+
+def test_a_mamba_layer_of_another_mixer_stays_as_it_is():
+    parts = MambaLayerSubmodules(mixer=Other, mamba_bda=BIAS_DROPOUT_ADD)
+    built("M")  # now Megatron's layer is changed
+    layer = MambaLayer(model_config("M"), parts, pg_collection=alone())
+    before = dict(vars(layer.mixer))
+    x = torch.randn(8, 1, 24)
+    assert torch.equal(layer(x, of_documents()), 3 * x)
+    assert vars(layer.mixer) == before

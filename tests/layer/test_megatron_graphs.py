@@ -206,6 +206,8 @@ def test_micro_batches_with_ranks_of_their_own_are_refused_when_the_layer_is_bui
 ):
     with pytest.raises(ValueError, match=f"{field} packs documents"):
         build(impl, modules, **{field: True})
+    for not_captured in (("none", []), ("full_iteration", []), ("local", ["mlp"])):
+        build(*not_captured, **{field: True})
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from torch import nn
 
 from megatron_gdn.compat.torch_norm import TorchRMSNorm
+from megatron_gdn.mixers import hooks
 from megatron_gdn.mixers.hooks import only_waits_for_parameters
 from megatron_gdn.mixers.out_norm import (
     apply_gated_norm,
@@ -125,13 +126,13 @@ def test_a_class_whose_forward_was_replaced_is_called(monkeypatch):
     assert_close("output", layer(x, None)[0], expected, 1e-6)
 
 
-@pytest.mark.parametrize("why", ["one rank", "no gradient"])
+@pytest.mark.parametrize("why", ["one rank", "no gradient", "frozen"])
 def test_a_norm_may_change_its_parameters_where_no_gradient_is_summed(why):
     """As torch's ``fully_shard`` of a norm alone does."""
-    norm = TorchRMSNorm(make_config(), 8)
+    norm = TorchRMSNorm(make_config(), 8).requires_grad_(why != "frozen")
     new = nn.Parameter(torch.zeros(8))
     group = None if why == "one rank" else dist.group.WORLD
-    with torch.set_grad_enabled(why == "one rank"), gradients_summed(norm, group):
+    with torch.set_grad_enabled(why != "no gradient"), gradients_summed(norm, group):
         norm.weight = new
     assert norm.weight is new
 
@@ -160,8 +161,15 @@ def test_a_plain_norm_is_not_called(norm, monkeypatch):
     monkeypatch.setattr(
         nn.functional, "rms_norm", lambda *args: calls.append(args) or forward(*args)
     )
-    layer(torch.randn(7, 2, 24), None)
+    x = torch.randn(7, 2, 24)
+    expected, _ = layer(x, None)
     assert not calls
+    waited = []
+    waits = lambda *_: waited.append("for parameters")  # noqa: E731
+    waits.__module__ = hooks._DDP_MODULE
+    layer.out_norm.register_forward_pre_hook(waits)
+    assert torch.equal(layer(x, None)[0], expected)
+    assert not calls and len(waited) == 1
     layer.out_norm.register_forward_hook(lambda *_: None)
     layer(torch.randn(7, 2, 24), None)
     assert len(calls) == 1

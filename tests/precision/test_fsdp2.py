@@ -15,8 +15,10 @@ from megatron.core.distributed.finalize_model_grads import (
 )
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.transformer.module import Float16Module
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from megatron_gdn.mixers.precision import fully_shard as shard_apart
@@ -246,6 +248,40 @@ def test_a_sharded_layer_follows_its_parameters_into_other_memory(mixer):
     for name, gate in gates.items():
         whole = layer.get_parameter(name).full_tensor()
         assert torch.equal(whole, 1.25 * gate.double()), name
+
+
+class Each(nn.Module):
+    """The output of each layer; torch's FSDP2 runs models of one root alone."""
+
+    def __init__(self, *layers):
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x):
+        return [layer(x, None)[0] for layer in self.layers]
+
+
+@on_ranks(2, cp=1)
+def test_lists_and_parameters_that_are_ignored_are_as_in_torch():
+    """And a mixer that torch has sharded already stays as it is."""
+    one = _layer()
+    layers = [_layer() for _ in range(3)]
+    mesh = DeviceMesh.from_group(dist.group.WORLD, "cpu")
+    fully_shard(layers[0], mesh=mesh)
+    ignored = layers[1].out_proj.weight
+    model = Each(*layers)
+    for part in (layers[1:], model):
+        shard_apart(part, mesh=mesh, ignored_params={ignored})
+    assert layers[0].gather_fp32 is None
+    assert layers[1].out_proj.weight is ignored
+    for layer in layers[1:]:
+        names = {n for n, p in layer.named_parameters() if isinstance(p, DTensor)}
+        whole = {"out_proj.weight"} if layer is layers[1] else set()
+        assert names == dict(one.named_parameters()).keys() - whole
+        assert layer.gather_fp32 is not None
+    x = torch.randn(9, 1, 24)
+    expected, _ = one(x, None)
+    assert all(torch.equal(out, expected) for out in model(x))
 
 
 @pytest.mark.slow

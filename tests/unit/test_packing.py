@@ -206,10 +206,15 @@ def test_offsets_on_the_host_are_integers(offsets):
         (thd([12]), "names no document"),
         (thd(None, kv=None), "neither cu_seqlens_q_padded nor"),
         (thd([0, 12], kv=[0, 6, 12]), "the two must be equal"),
+        (thd([0, 5, 12], kv_padded=[0, 6, 12]), "the two must be equal"),
         (thd([0, 5, 9], [0, 4, 12]), "one slot per document"),
         (thd([0, 3], [0, 4, 12]), "one slot per document"),
         (PackedSeqParams(qkv_format="THD"), "qkv_format='THD'; legal are 'thd'"),
         (PackedSeqParams(seq_idx=torch.zeros(1, 12)), "seq_idx but no cu_seqlens_q"),
+        (
+            replace(static_packed_seq_params(12, 2, device="cpu"), qkv_format="bshd"),
+            "qkv_format='bshd', which is not packed",
+        ),
         (
             PackedSeqParams(
                 cu_seqlens_q=torch.zeros(3, dtype=torch.int32, device="meta")
@@ -316,6 +321,8 @@ def test_prompts_and_responses_are_laid_out():
         (PROMPTS, RESPONSES[:1], "2 prompts and 1 lists of responses"),
         ([torch.tensor([], dtype=torch.int64)], [[]], "prompt 0 has no token"),
         ([torch.ones(2)], [[]], r"dtype torch.float32; they must be integers \[n\]"),
+        ([[[1, 2]]], [[]], r"prompt 0 .* shape \(1, 2\) .* integers \[n\]"),
+        ([[1]], [[[[2]]]], r"prompt 0 .* shape \(1, 1\) .* integers \[n\]"),
     ],
 )
 def test_other_prompts_are_refused(prompts, responses, told):

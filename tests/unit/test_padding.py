@@ -158,6 +158,7 @@ def test_tables_do_not_follow_the_default_device():
         ([1, 1], r"integers \[B, S\].* shape \(2,\)"),
         ([[[1]]], "integers"),
         ([[1.0]], "float32"),
+        ([[1j]], "complex64"),
         ([[True]], "bool mask may mean tokens or padding"),
     ],
 )

@@ -135,16 +135,36 @@ def test_what_a_file_lacks_is_not_called_rounded(caplog):
     assert not caplog.records
 
 
-@pytest.mark.parametrize("fused", [True, False])
-def test_only_a_fusion_that_is_on_is_switched_off_and_told(fused, monkeypatch):
-    """Megatron-FSDP over nccl, with a layer's parameters of two dtypes."""
+def test_what_is_assigned_may_lack_parameters_or_be_integers():
+    module = Small("meta")
+    state = {"A_log": torch.arange(7), "conv.bias": torch.ones(2)}
+    missing = module.load_state_dict(state, strict=False, assign=True).missing_keys
+    assert set(missing) == {"weight", "conv.weight"}
+    assert module.A_log.dtype == F32 and module.A_log.tolist() == list(range(7))
+    module = Small()
+    before = module.A_log.detach().clone()
+    module.load_state_dict({"weight": torch.ones(3)}, strict=False, assign=True)
+    assert torch.equal(module.A_log, before)
+
+
+@pytest.mark.parametrize(
+    ("fused", "dtypes"),
+    [
+        (True, (F32, torch.bfloat16)),
+        (False, (F32, torch.bfloat16)),
+        (True, (F32, F32)),
+    ],
+    ids=str,
+)
+def test_only_a_fusion_that_is_on_is_switched_off_and_told(fused, dtypes, monkeypatch):
+    """Megatron-FSDP over nccl, where a layer's parameters are of two dtypes."""
     said = []
     monkeypatch.setattr(precision, "log_once", said.append)
     monkeypatch.setattr(torch.distributed, "get_backend", lambda group: "nccl")
     whole = nn.Parameter(torch.zeros(2))
     config = SimpleNamespace(gradient_reduce_div_fusion=fused)
     buffer = SimpleNamespace(
-        parameter_groups=[SimpleNamespace(dtype=x) for x in (F32, torch.bfloat16)],
+        parameter_groups=[SimpleNamespace(dtype=x) for x in dtypes],
         param_to_param_group={whole: 0},
         bucket_to_bucket_group={0: [0, 1]},
         ddp_config=config,
@@ -154,4 +174,6 @@ def test_only_a_fusion_that_is_on_is_switched_off_and_told(fused, monkeypatch):
     whole._megatron_fsdp_model = model
     whole.orig_param = whole
     prepare_fsdp_for_mixed_dtypes("A_log", whole)
-    assert config.gradient_reduce_div_fusion is False and len(said) == fused
+    off = fused and len(set(dtypes)) == 2
+    assert config.gradient_reduce_div_fusion is (fused and not off)
+    assert len(said) == off

@@ -172,8 +172,12 @@ def test_ranges_must_be_drawable():
     check_time_steps(**good, dt_limit=(0.0, math.inf))
     bad = (
         ({"dt_init_range": (0.2, 0.1)}, "dt_min=0.2, dt_max=0.1 must be"),
+        ({"dt_init_range": (0.0, 0.1)}, "dt_min=0.0, dt_max=0.1 must be"),
         ({"dt_init_floor": 0.0}, "dt_init_floor=0.0 must be above 0"),
         ({"dt_limit": (2.0, 1.0)}, "must be .least, greatest."),
+        ({"dt_limit": (-1.0, 1.0)}, "must be .least, greatest."),
+        ({"dt_limit": (1.0,)}, "must be .least, greatest."),
+        ({"dt_limit": (1.0, 2.0, 3.0)}, "must be .least, greatest."),
     )
     for change, said in bad:
         with pytest.raises(ValueError, match=said):

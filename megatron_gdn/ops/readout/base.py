@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -246,8 +246,9 @@ class SplitReadout:
     """
 
     first_step: Readout
-    # (mixed [S, B, H V], rows [S, B, P]) -> [S, B, H V]
-    second_step: Callable[[Tensor, Tensor], Tensor]
+    # (mixed [S, B, H V], rows [S, B, P]) -> [S, B, H V]; a step that does not read the
+    # rows may get None
+    second_step: Callable[[Tensor, Any], Tensor]
     # Whether the second step runs after an exchange of heads, which gives this rank all
     # heads of its tokens.
     second_step_after_exchange: bool = False
