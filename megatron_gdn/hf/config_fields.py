@@ -157,7 +157,7 @@ FIELD_TABLE: dict[str, Field] = {
     "layers_block_type": _list_field(
         "the kind of each layer",
         ", ".join(map(repr, _NEMOTRON_BLOCKS)),
-        lambda value: isinstance(value, str) and value in _NEMOTRON_BLOCKS,
+        lambda value: value in _NEMOTRON_BLOCKS,
     ),
     "decoder_sparse_step": _integer_field("n: every n-th layer has experts"),
     "mlp_only_layers": _list_field(
@@ -168,7 +168,7 @@ FIELD_TABLE: dict[str, Field] = {
     "mlp_layer_types": _list_field(
         "the kind of each layer's MLP",
         "'dense' or 'sparse'",
-        lambda value: isinstance(value, str) and value in ("dense", "sparse"),
+        lambda value: value in ("dense", "sparse"),
     ),
     "first_k_dense_replace": _integer_field(
         "layers before the first experts", 0, _MAX_LAYERS

@@ -73,8 +73,9 @@ def load_hf_weights(
             files, or fp32). By default values are cast to the parameters' dtypes.
 
     Raises:
-        ValueError: a parameter has no tensor in the files, a weight has an illegal
-            dtype (see `TensorMap.check_dtype`), or a weight has no place in the model.
+        ValueError: ``model`` holds no HybridModel or GPTModel, a parameter has no
+            tensor in the files, a weight has an illegal dtype (see
+            `TensorMap.check_dtype`), or a weight has no place in the model.
             No parameter is changed then. A weight without a place is only found with
             one pipeline stage and one expert rank; otherwise its place may be on
             another rank. A weight with NaN or inf raises the error when it is read;
@@ -291,13 +292,17 @@ class _ExportedTensors:
 
 
 def _unwrap_model(model: Any) -> Any:
-    """The HybridModel or GPTModel inside its wrappers. Megatron's own function removes
-    only some kinds of wrappers."""
-    while not hasattr(model, "decoder") and isinstance(
-        getattr(model, "module", None), nn.Module
-    ):
-        model = model.module
-    return model
+    """The HybridModel or GPTModel inside its wrappers; a ValueError if there is none.
+    Megatron's own function removes only some kinds of wrappers."""
+    inner = model
+    while not hasattr(inner, "decoder"):
+        inner = getattr(inner, "module", None)
+        if inner is None:
+            raise ValueError(
+                f"a {type(model).__name__} holds no HybridModel or GPTModel of Megatron. "
+                "Give one such model, or its wrapper."
+            )
+    return inner
 
 
 def _plan_model(

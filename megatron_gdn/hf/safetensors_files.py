@@ -345,8 +345,6 @@ def _require_legal_header(path: Path) -> None:
 def require_finite(tensor: Tensor, where: str, advice: str) -> None:
     """Raise a ValueError if a value is NaN or inf; its message says that ``where`` holds
     such values, and gives ``advice``."""
-    if tensor.numel() == 0:
-        return
     # If a value is NaN or inf, so is the minimum or the maximum. aminmax copies
     # nothing.
     smallest, largest = torch.aminmax(tensor)

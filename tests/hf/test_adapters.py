@@ -144,6 +144,16 @@ def saving_fails(source: Path, target: Path) -> str:
         return f"saved {sorted(SafetensorsFolder(target).specs)}"
 
 
+def loading_fails_beside_an_adapter(source: Path) -> str:
+    """A layer of the user's own that is called ``adapter`` and wraps no linear."""
+    with parallel(1):
+        model = build_megatron(read_hf_config(source), "hybrid")
+        model.decoder.layers[0].adapter = nn.Linear(2, 2, bias=False)
+        with pytest.raises(ValueError) as raised:
+            load_hf_weights(model, source)
+    return str(raised.value)
+
+
 def save_adapted_checkpoint(source: Path, target: Path) -> None:
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing import ShardedTensor
@@ -176,6 +186,11 @@ def test_an_adapter_that_cannot_be_merged_is_refused_by_name(
     (said,) = pools(1).run(saving_fails, hf_folder("dense"), tmp_path / "saved")
     assert said.startswith(f"{GDN}.in_proj is a WithoutWeight"), said
     assert not (tmp_path / "saved").exists()
+
+
+def test_a_module_that_is_called_adapter_and_wraps_nothing_is_named(pools, hf_folder):
+    (said,) = pools(1).run(loading_fails_beside_an_adapter, hf_folder("dense"))
+    assert "no tensor for decoder.layers.0.adapter.weight of the model" in said
 
 
 def test_a_checkpoint_with_adapters_is_not_exported_without_them(

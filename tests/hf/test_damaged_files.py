@@ -11,9 +11,10 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megatron_gdn.compat import untrusted_checkpoints
 from megatron_gdn.compat.mixed_dtype_optimizers import restore_mixed_dtype_optimizers
-from megatron_gdn.hf import export_folder, import_folder
+from megatron_gdn.hf import export_folder, folders, import_folder, read_hf_config
 from megatron_gdn.hf.__main__ import main
-from megatron_gdn.hf.safetensors_files import compare_folders
+from megatron_gdn.hf.new_folder import new_folder
+from megatron_gdn.hf.safetensors_files import SafetensorsFolder, compare_folders
 
 # The last as a crash of the machine leaves a file whose last blocks were not written.
 DAMAGE = {
@@ -105,21 +106,61 @@ def test_metadata_of_torch_2_15_is_read_before_a_layer_is_built(
     assert not list(compare_folders(hf_folder("dense"), tmp_path / "back"))
 
 
-def test_a_fault_of_ours_keeps_its_traceback(
-    imported, hf_folder, tmp_path, monkeypatch
+def write(folder: Path, checkpoint: Path, target: Path) -> None:
+    with new_folder(target) as scratch:
+        (scratch / "file").touch()
+
+
+# What fails, the error, and a call of ``(folder, checkpoint, target)``.
+FAULTS = {
+    "a command": (
+        "megatron_gdn.hf.folders.export_folder",
+        KeyError,
+        lambda *paths: main(export_command(*paths)),
+    ),
+    "JSON": (
+        "megatron_gdn.hf.json_files.json.loads",
+        KeyError,
+        lambda folder, *_: read_hf_config(folder),
+    ),
+    "a file of weights": (
+        "safetensors.safe_open",
+        KeyError,
+        lambda folder, *_: SafetensorsFolder(folder),
+    ),
+    "a rename": ("pathlib.Path.rename", KeyError, write),
+    "a format": (
+        "megatron_gdn.hf.folders._require_format",
+        KeyError,
+        lambda *paths: main(export_command(*paths)),
+    ),
+    "a table": (
+        "megatron.core.dist_checkpointing.load_tensors_metadata",
+        KeyboardInterrupt,
+        lambda *paths: main(export_command(*paths)),
+    ),
+    "a description": (
+        "megatron_gdn.hf.folders.FileSystemReader",
+        KeyboardInterrupt,
+        lambda folder, checkpoint, _: folders._describe_damage(checkpoint),
+    ),
+}
+
+
+def export_command(folder: Path, checkpoint: Path, target: Path) -> list[str]:
+    return ["export", str(checkpoint), str(target), "--like", str(folder)]
+
+
+@pytest.mark.parametrize(("place", "error", "call"), FAULTS.values(), ids=FAULTS)
+def test_a_fault_of_ours_and_an_interruption_are_no_damaged_file(
+    imported, hf_folder, tmp_path, monkeypatch, place, error, call
 ):
-    command = [
-        "export",
-        str(imported),
-        str(tmp_path),
-        "--like",
-        str(hf_folder("dense")),
-    ]
-    monkeypatch.setattr(
-        "megatron_gdn.hf.folders.export_folder", lambda *a, **k: {}["a bug"]
-    )
-    with pytest.raises(KeyError):
-        main(command)
+    def fail(*_, **__):
+        raise error
+
+    monkeypatch.setattr(place, fail)
+    with pytest.raises(error):
+        call(hf_folder("dense"), imported, tmp_path / "back")
 
 
 def test_a_full_disk_is_named_by_the_folder_that_was_to_be_made(

@@ -4,28 +4,32 @@ by name."""
 import errno
 import hashlib
 import json
+import math
 import re
 import shutil
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_gdn.hf import (
     export_folder,
     folders,
     import_folder,
+    load_hf_weights,
     megatron_model,
     read_hf_config,
     save_hf_weights,
 )
 from megatron_gdn.hf.__main__ import main
-from megatron_gdn.hf.safetensors_files import SafetensorsFolder
+from megatron_gdn.hf.safetensors_files import SafetensorsFolder, progress_bar
 from megatron_gdn.hf.tensor_plan import and_others, plan_tensors
-from tests.hf.model_laws import save_with_plain_norms, stored_tensors
+from tests.hf.model_laws import OwnWrapper, save_with_plain_norms, stored_tensors
 from tests.hf.tiny_models import FOLDERS
 from tests.processes import python, python_without
 
@@ -260,10 +264,13 @@ TENSORS = {
         cast_to(torch.float64),
         r"A_log in .* has dtype float64; legal for .*A_log: bfloat16, float16, float32\.",
     ),
-    "nan": (
-        poison(float("nan")),
-        r"0.linear_attn.A_log in .*\.safetensors holds 1 of 8 values that are NaN or inf",
-    ),
+    **{
+        str(value): (
+            poison(value),
+            r"0.linear_attn.A_log in .*\.safetensors holds 1 of 8 values that are NaN ",
+        )
+        for value in (math.nan, math.inf, -math.inf)
+    },
 }
 # Likewise of the config's settings.
 SETTINGS = {
@@ -359,6 +366,30 @@ def test_an_expert_that_is_not_there_is_named_with_its_file(hf_folder):
     assert "10000" in said and "\n" not in said
 
 
+def test_a_fault_of_a_reader_is_no_damaged_file(hf_folder):
+    source = SafetensorsFolder(hf_folder("dense"))
+    source.files = dict.fromkeys(source.files)
+    with pytest.raises(AttributeError):
+        source.read("model.norm.weight")
+
+
+@pytest.mark.parametrize(
+    "model", [nn.Linear(2, 2), OwnWrapper(nn.Linear(2, 2)), [nn.Linear(2, 2)]]
+)
+def test_a_model_that_is_not_megatrons_is_refused(hf_folder, model):
+    said = f"a {type(model).__name__} holds no HybridModel or GPTModel"
+    with pytest.raises(ValueError, match=said):
+        load_hf_weights(model, hf_folder("dense"))
+
+
+def test_progress_is_shown_on_a_terminal_alone(monkeypatch, capsys):
+    assert list(progress_bar([3, 4], "export")) == [3, 4]
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert list(progress_bar([3, 4], "export")) == [3, 4]
+    assert "export: 100%" in capsys.readouterr().err
+
+
 def test_an_error_half_way_leaves_nothing_behind(copy, tmp_path, refused, monkeypatch):
     read = SafetensorsFolder.read
     count = iter(range(1000))
@@ -374,11 +405,13 @@ def test_an_error_half_way_leaves_nothing_behind(copy, tmp_path, refused, monkey
 
 
 def test_a_target_that_exists_is_not_touched(copy, tmp_path, refused):
-    target = tmp_path / "imported"
-    target.mkdir()
-    (target / "precious").write_text("data")
-    assert f"{target} exists; remove it" in refused("import", copy, target)
-    assert (target / "precious").read_text() == "data"
+    folder = tmp_path / "imported"
+    folder.mkdir()
+    file = folder / "precious"
+    file.write_text("data")
+    for target in (folder, file):
+        assert f"{target} exists; remove it" in refused("import", copy, target)
+        assert file.read_text() == "data"
 
 
 @pytest.mark.parametrize(
@@ -410,6 +443,34 @@ def test_a_target_that_cannot_be_made_is_named(copy, tmp_path, refused):
         said = refused("import", copy, target)
         assert str(Path(target).parent) in said
         assert said.count("\n") == 1
+
+
+def test_an_error_without_words_is_told_by_its_type(
+    copy, tmp_path, refused, monkeypatch
+):
+    def fail(*_, **__):
+        raise NotImplementedError
+
+    monkeypatch.setattr(folders, "import_folder", fail)
+    said = refused("import", copy, tmp_path / "imported")
+    assert said.endswith("cannot be read or written: NotImplementedError\n")
+
+
+def test_a_tied_models_output_layer_may_be_stored_as_the_embedding_is(
+    copy, tmp_path, refused
+):
+    edit_config(copy, tie_word_embeddings=True)
+    source = SafetensorsFolder(copy)
+    embedding = source.read("model.embed_tokens.weight")
+    file = copy / source.file_of["lm_head.weight"]
+    for dtype in (torch.float32, torch.bfloat16):
+        save_file(load_file(file) | {"lm_head.weight": embedding.to(dtype)}, file)
+        if dtype != embedding.dtype:
+            said = refused("import", copy, tmp_path / "imported")
+            assert "lm_head.weight differs from model.embed_tokens.weight" in said
+    import_folder(copy, tmp_path / "imported")
+    export_folder(tmp_path / "imported", tmp_path / "back", like=copy)
+    assert digests(tmp_path / "back") == digests(copy)
 
 
 def test_flags_need_no_megatron(hf_folder, tmp_path):

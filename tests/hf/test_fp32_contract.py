@@ -111,6 +111,7 @@ def test_forced_mapping_names_floating_gate_parameters_only():
     state = {
         A_LOG: torch.ones(2, dtype=BF16),
         HELD: torch.ones(2, dtype=torch.int32),
+        A_LOG.replace("0", "1"): "text",
         "x": 1,
     }
     assert adapter.forced_gated_delta_net_fp32_dtype_mapping(state) == {A_LOG: "F32"}

@@ -10,7 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from megatron_gdn.hf import load_hf_weights, read_hf_config, save_hf_weights
+from megatron_gdn.hf import (
+    load_hf_weights,
+    megatron_model,
+    read_hf_config,
+    save_hf_weights,
+)
 from megatron_gdn.hf.safetensors_files import SafetensorsFolder
 from megatron_gdn.mixers import tensor_map
 from tests.hf.model_laws import build_megatron, megatron_state
@@ -85,6 +90,14 @@ def exports_have_its_values(folder: Path, target: Path) -> None:
     for key in source.specs:
         expected = values if key == KEY else source.read(key)
         assert torch.equal(saved.read(key), expected), key
+
+
+def test_a_weight_whose_initial_values_were_cleared_is_filled():
+    """As Transformer Engine's after the optimizer took them."""
+    weight = nn.Parameter(torch.zeros(2))
+    weight.get_high_precision_init_val = lambda: None
+    assert megatron_model._copy_values(weight, torch.ones(2))
+    assert torch.equal(weight, torch.ones(2))
 
 
 def test_an_export_has_the_values_of_weights_stored_in_fp8(pools, hf_folder, tmp_path):

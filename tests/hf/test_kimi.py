@@ -291,11 +291,60 @@ def test_what_megatron_lacks_or_a_config_contradicts_is_refused_by_name(
             "+-+E+E+E",
         ),
         ({"first_k_dense_replace": 0}, "KEKEKE+E"),
+        ({"linear_attn_config": OF_SIZES | {"kda_layers": [1, 2, 3, 4]}}, "K-KEKEKE"),
+        (
+            {"linear_attn_config": OF_SIZES | {"full_attn_layers": [1, 2, 3, 4]}},
+            "+-+E+E+E",
+        ),
     ],
     ids=str,
 )
 def test_which_layers_a_model_has(changes, pattern):
     assert parse_hf_config(PUBLISHED | changes).hybrid_layer_pattern == pattern
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"linear_head_dim": None},
+        {"linear_head_dim": 8},
+        {
+            "linear_head_dim": 8,
+            "linear_attn_config": PUBLISHED["linear_attn_config"] | {"head_dim": None},
+        },
+    ],
+    ids=str,
+)
+def test_a_field_that_is_null_counts_as_absent_inside_and_outside(changes):
+    assert parse_hf_config(PUBLISHED | changes) == parse_hf_config(PUBLISHED)
+
+
+@pytest.mark.parametrize(
+    ("changes", "symbol", "unused", "unset"),
+    [
+        (
+            {"first_k_dense_replace": 4},
+            "E",
+            ["num_experts", "num_experts_per_token", "moe_intermediate_size"],
+            ["num_moe_experts", "moe_router_dtype", "moe_router_topk"],
+        ),
+        (
+            {"linear_attn_config": OF_SIZES},
+            "+",
+            ["kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"],
+            ["multi_latent_attention", "kv_lora_rank", "rope_type"],
+        ),
+    ],
+    ids=["experts", "latent attention"],
+)
+def test_layers_that_a_model_lacks_need_no_sizes_and_set_nothing(
+    changes, symbol, unused, unset
+):
+    fields = {name: x for name, x in PUBLISHED.items() if name not in unused}
+    config = parse_hf_config(fields | changes)
+    assert symbol not in config.hybrid_layer_pattern
+    assert not set(unset) & config.megatron_settings("hybrid").keys()
+    assert set(unset) <= parse_hf_config(PUBLISHED).megatron_settings("hybrid").keys()
 
 
 def test_transformers_class_has_the_layers_of_a_config_without_lists():

@@ -4,10 +4,11 @@ import json
 import math
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from megatron_gdn.hf.config_fields import FIELD_TABLE
+from megatron_gdn.hf.config_fields import FIELD_TABLE, check_config
 
 FILE = Path(__file__).with_name("legal_values.txt")
 NUMBERS = {
@@ -93,6 +94,12 @@ def test_other_values_are_legal_as_the_words_say(name):
     legal, others = _values(field.legal_values)
     assert [x for x in legal if not field.is_legal(x)] == []
     assert [x for x in others if field.is_legal(x)] == []
+
+
+def test_an_attribute_that_is_none_counts_as_absent():
+    check_config(SimpleNamespace(rms_norm_eps=None), ["rms_norm_eps", "hidden_size"])
+    with pytest.raises(ValueError, match="a SimpleNamespace: rms_norm_eps=0 is not"):
+        check_config(SimpleNamespace(rms_norm_eps=0), ["rms_norm_eps"])
 
 
 if __name__ == "__main__":

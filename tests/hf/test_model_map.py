@@ -80,7 +80,9 @@ def test_sizes_come_from_the_nested_config_and_the_tie_from_the_top():
 def test_rotary_settings_old_and_new():
     new = {"rope_parameters": {"rope_theta": 5.0, "partial_rotary_factor": 0.5}}
     old = {"rope_theta": 5.0, "partial_rotary_factor": 0.5}
-    for config in (parse_hf_config(CONFIG | new), parse_hf_config(CONFIG | old)):
+    both = new | {"rope_scaling": new["rope_parameters"]}
+    for rope in (new, old, both, new | old):
+        config = parse_hf_config(CONFIG | rope)
         assert (config.rope_theta, config.rotary_fraction) == (5.0, 0.5)
 
 
@@ -126,6 +128,23 @@ def test_a_folder_without_one_text_model_is_refused():
         plan_tensors(
             config, files | {second: files["model.embed_tokens.weight"]}, "hybrid", True
         )
+
+
+def test_experts_without_a_shape_are_refused():
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+    config = parse_hf_config(
+        CONFIG
+        | experts
+        | {
+            "architectures": ["Qwen3_5MoeForCausalLM"],
+            "shared_expert_intermediate_size": 8,
+        }
+    )
+    layers = [f"model.layers.{n}.mlp.experts.gate_up_proj" for n in range(8)]
+    files = {key: TensorSpec("BF16", ()) for key in layers}
+    files["model.embed_tokens.weight"] = TensorSpec("BF16", (32, 16))
+    with pytest.raises(ValueError, match="num_experts=4, but the files .* 0 experts"):
+        plan_tensors(config, files, "hybrid", True)
 
 
 @pytest.mark.parametrize(

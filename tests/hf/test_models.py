@@ -66,14 +66,19 @@ def test_a_loaded_model_saves_the_bits_and_dtypes_of_its_source(
 
 
 @pytest.mark.parametrize(
-    ("tp", "wrap"), [(1, True), (2, False)], ids=["wrapped", "two ranks"]
+    ("ranks", "tp", "wrap"),
+    [(1, 1, True), (2, 2, False), (2, 1, False)],
+    ids=["wrapped", "two ranks", "two replicas"],
 )
-def test_wrapped_and_shared_models_save_them_too(pools, hf_folder, tmp_path, tp, wrap):
+def test_wrapped_and_shared_models_save_them_too(
+    pools, hf_folder, tmp_path, ranks, tp, wrap
+):
+    """Of two replicas one writes."""
     folders = hf_folder("dense"), tmp_path / "saved"
-    found = pools(tp).run(
+    found = pools(ranks).run(
         laws.save_gives_the_source_back, *folders, "hybrid", torch.bfloat16, tp, wrap
     )
-    assert found == [[]] * tp
+    assert found == [[]] * ranks
 
 
 @pytest.mark.parametrize(

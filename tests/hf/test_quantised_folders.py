@@ -101,6 +101,13 @@ FORMATS = {
         },
         "weight_packed is NVFP4 (U8, scales F8_E4M3 [24, 1] in {module}.weight_scale)",
     ),
+    "MXFP4 of compressed-tensors": (
+        lambda n, k: {
+            "weight_packed": integers(n, k // 2),
+            "weight_scale": integers(n, 1),
+        },
+        "weight_packed is MXFP4 (U8, scales U8 [24, 1] in {module}.weight_scale)",
+    ),
     "INT4 of compressed-tensors": (
         lambda n, k: {
             "weight_packed": integers(n, k // 8, dtype=torch.int32),
@@ -245,6 +252,32 @@ def test_experts_in_one_tensor_are_named_by_the_scales_of_one_expert(scale, form
     with pytest.raises(
         NotImplementedError, match=rf"^{experts} is {format} FP8 \(F8_E4M3"
     ):
+        refuse_quantised(specs)
+
+
+@pytest.mark.parametrize(
+    "stored",
+    [
+        {"down_proj_blocks": "BF16", "down_proj_scales": "U8"},
+        {"down_proj_blocks": "U8"},
+        {"down_proj": "U8"},
+        {"down_proj": "I8"},
+        {"input_scale": "F32"},
+    ],
+    ids=str,
+)
+def test_a_tensor_without_the_scales_of_its_format_is_not_quantised(stored):
+    """The shapes and dtypes that the config asks for are checked later."""
+    refuse_quantised({key: TensorSpec(dtype, (4, 8)) for key, dtype in stored.items()})
+
+
+def test_scales_of_experts_that_a_conversion_left_are_named():
+    specs = {
+        "experts.down_proj": TensorSpec("BF16", (4, 8, 6)),
+        "experts.down_proj_scale": TensorSpec("F32", (4, 8, 1)),
+    }
+    said = r"^experts.down_proj_scale has scales .* but experts.down_proj is BF16"
+    with pytest.raises(NotImplementedError, match=said):
         refuse_quantised(specs)
 
 

@@ -248,6 +248,7 @@ def test_files_with_weights_and_pickles_are_not_copied(copy, tmp_path, caplog):
     for name in [*kept, *left_out, ".hidden/x", ".hidden.json"]:
         (copy / name).parent.mkdir(exist_ok=True)
         (copy / name).write_bytes(b"old")
+    (copy / "dangling.json").symlink_to("nothing.json")  # no file
     write_again(copy, tmp_path / "back")
     files = {
         str(p.relative_to(tmp_path / "back")) for p in (tmp_path / "back").rglob("*.*")

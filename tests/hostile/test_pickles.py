@@ -215,6 +215,19 @@ def test_a_tensor_with_a_missing_part_is_refused(checkpoint, refusal):
     assert f"has 0 of 1608 values of {EMBEDDING} in 0 parts" in refusal()
 
 
+def test_a_tensor_with_a_part_twice_is_refused(checkpoint, refusal):
+    """In place of another part: the values add up, and rows are missing."""
+
+    def halve(metadata) -> None:
+        tensor = metadata.state_dict_metadata[EMBEDDING]
+        (whole,) = tensor.chunks
+        half = ChunkStorageMetadata(whole.offsets, torch.Size((67, 12)))
+        tensor.chunks[:] = [half, half]
+
+    change(checkpoint, halve)
+    assert f"has 1608 of 1608 values of {EMBEDDING} in 1 parts" in refusal()
+
+
 def strange(metadata) -> dict:
     """Changes of a table after which torch or Megatron would fail in a way of their
     own."""

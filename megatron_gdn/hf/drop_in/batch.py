@@ -104,9 +104,10 @@ class ModelBatch:
         Packed documents have 0 at padding; else the numbers go on through padding.
         """
         documents = self.share.documents
-        ids = self.document_ids
-        if documents is None or ids is None:
+        if documents is None:
             return self.share.positions[None]
+        ids = self.document_ids
+        assert ids is not None
         positions_BS = documents.position_T.long().view_as(ids)
         positions_BS = positions_BS.masked_fill(ids == 0, 0)
         if self.share.group is None:
@@ -215,9 +216,7 @@ def _find_documents(
     ids = document_ids(sources, rows, sum(share.lengths))
     mask = sources.attention_mask
     if ids is None and share.group is not None and mask is not None:
-        is_token_BS = mask != 0
-        if not bool(is_token_BS.all()):
-            ids = is_token_BS.long()
+        ids = (mask != 0).long()
     if ids is None:
         is_token = None
         if share.group is None and mask is not None and mask.dim() == 2:

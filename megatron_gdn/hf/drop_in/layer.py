@@ -147,16 +147,17 @@ class CPAwareGatedDeltaNet(GateOwner, nn.Module):
     drop_in: _DropInState
     conv1d: nn.Conv1d
 
-    def __new__(cls, config: object = None, *args: object, **kwargs: object):
+    def __new__(cls, config: object, *args: object, **kwargs: object):
         """An instance of the class that inherits from this one and from transformers'
         class for ``config``, so that ``isinstance`` sees both.
 
         Python then calls :meth:`__init__` with the same arguments.
         """
-        if cls is CPAwareGatedDeltaNet:
-            original = families.class_for_config(config)
-            return super().__new__(families.class_with_mixin("CPAware", cls, original))
-        return super().__new__(cls)
+        original = families.class_for_config(config)
+        built: Any = cls
+        if not issubclass(cls, original):
+            built = families.class_with_mixin("CPAware", cls, original)
+        return super().__new__(built)
 
     def __init__(self, config: object, layer_idx: int, **options: object) -> None:
         """``layer_idx``: the layer's index in the model; ``options``: as in the
@@ -317,12 +318,12 @@ def _gated_norm(norm: Any, layout: Layout) -> GatedNorm | SplitReadout:
 
     ``layout``: the columns of the gate z, and the heads of the output, on this rank.
     """
-    cls = type(norm)
+    forward = type(norm).forward
     activation = getattr(norm, "activation", None)
+    # `functools.wraps` copies the name of a function's module, but not its globals
+    globals_of_forward = getattr(forward, "__globals__", {})
     is_unchanged = (
-        cls.__name__.endswith("RMSNormGated")
-        and cls.__module__.startswith("transformers.")
-        and cls.forward.__module__.startswith("transformers.")
+        globals_of_forward.get("__name__", "").startswith("transformers.")
         and "_hf_hook" not in vars(norm)  # of accelerate
         and runs_class_forward(norm)
         and not has_hooks(norm)

@@ -151,7 +151,7 @@ class Patch(AbstractContextManager):
             for prefix, text in text_models.items():
                 self._replace_modules(prefix, text, options)
                 self._wrap_forward(text, gathers_keys)
-        except Exception:
+        except BaseException:
             self.undo()
             raise
 

@@ -316,10 +316,7 @@ def _ids_from_offsets(
             )
     documents = Documents.from_cu_seqlens(cu_seqlens, len(token_T), device="cpu")
     id_T = documents.document_T() + 1
-    if tokens:
-        row_T = token_T // tokens
-    else:
-        row_T = token_T
+    row_T = token_T // tokens
     same_document = id_T[1:] == id_T[:-1]
     other_row = row_T[1:] != row_T[:-1]
     if bool((same_document & other_row).any()):
@@ -387,8 +384,8 @@ def _ids_from_softmax_mask(
             f"rows of {tokens} tokens; it must be [{rows}, 1, {tokens}, {tokens}]."
         )
     sees = sees.expand(rows, -1, -1)
-    if padding is not None and padding.dim() == 2:
-        keep_BS = padding.cpu() != 0
+    if padding is not None:
+        keep_BS = padding != 0
         sees = sees & keep_BS[:, :, None] & keep_BS[:, None]
     column = torch.arange(tokens, device="cpu")
     keep_BS = sees.diagonal(dim1=-2, dim2=-1)

@@ -374,8 +374,7 @@ def packing_reach(
             "more each."
         )
     device = next(module.parameters()).device
-    if device.type == "cpu":
-        plain_functions_on_cpu(module)
+    plain_functions_on_cpu(module)
     # The token ids of document i are i, so that `input_ids` are document ids too.
     documents = [{"input_ids": [i] * n} for i, n in enumerate(lengths, 1)]
     row = PackingCollator()(documents)

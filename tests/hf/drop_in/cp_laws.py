@@ -2,6 +2,7 @@
 in there."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from megatron_gdn.context_parallel import local_indices
+from megatron_gdn.hf import ContextParallelTrainerMixin, PackingCollator
 from megatron_gdn.hf.drop_in import patch, shard_gates
 from megatron_gdn.hf.drop_in.layer import DropInOptions, become_drop_in
 from megatron_gdn.hf.drop_in.patching import GATHERED_ATTENTION, prepare_forward
@@ -146,8 +148,10 @@ def a_mesh_that_is_set_counts(cases: list[tuple]) -> None:
         many(x[:, mine], cache)
     many._cp_mesh = None
     assert torch.equal(many(x), one(x))
-    with pytest.raises(ValueError, match="runs over one"):
-        many._cp_mesh = pairs
+    without_names = init_device_mesh("cpu", tuple(pairs.shape))
+    for several, words in ((pairs, r"\('dp', 'cp'\)"), (without_names, "2")):
+        with pytest.raises(ValueError, match=f"the dimensions {words}; .* over one"):
+            many._cp_mesh = several
     assert many._cp_mesh is None
 
 
@@ -190,6 +194,83 @@ def a_mesh_of_one_rank_leaves_attention_alone() -> None:
     mask[0, :3] = 0
     expected = one(tokens, attention_mask=mask).logits
     assert torch.equal(alone(tokens, attention_mask=mask).logits, expected)
+
+
+def a_patch_says_on_how_many_ranks_it_runs_what() -> None:
+    said = repr(patch(build("Qwen3_5ForCausalLM"), mesh()))
+    assert f"on {dist.get_world_size()} context-parallel ranks; every batch" in said
+
+
+def gates_that_alone_are_sharded() -> None:
+    """transformers' own forward reads them, and checkpoints have transformers' keys."""
+    theirs = build("Qwen3_5ForCausalLM")
+    ours = copy.deepcopy(theirs)
+    patched = patch(ours)
+    shard_gates(ours, mesh=mesh())
+    tokens = torch.arange(9)[None]
+    expected = theirs(tokens, use_cache=False).logits
+    assert torch.equal(ours(tokens, use_cache=False).logits, expected)
+    assert list(get_model_state_dict(ours)) == list(theirs.state_dict())
+    with pytest.raises(RuntimeError, match=r"\(perhaps it was sharded\)"):
+        patched.undo()
+
+
+class Trains:
+    """What the mixin calls of transformers' Trainer: the loss is the sum of the token
+    ids."""
+
+    args = SimpleNamespace(label_smoothing_factor=0.0)
+    compute_loss_func = None
+    model_accepts_loss_kwargs = True
+
+    def compute_loss(self, model, inputs, return_outputs=False):
+        loss = inputs["input_ids"].double().sum()
+        return (loss, model) if return_outputs else loss
+
+    def prediction_step(self, model, inputs, prediction_loss_only):
+        return prediction_loss_only
+
+
+class CPTrains(ContextParallelTrainerMixin, Trains):
+    pass
+
+
+def a_trainer_gives_each_rank_its_share() -> None:
+    """Unless the model is on one rank; an evaluation has the mean of all ranks."""
+    size = dist.get_world_size()
+    alone, trainer = CPTrains(), CPTrains()
+    alone.model = build("Qwen3_5ForCausalLM")
+    trainer.model = copy.deepcopy(alone.model)
+    patch(alone.model)
+    patch(trainer.model, mesh(), attention="gathered")
+    assert (alone.get_cp_size(), trainer.get_cp_size()) == (1, size)
+    batch = PackingCollator(2 * size)([{"input_ids": [*range(1, 14)]}])
+    ids = batch["input_ids"]
+    own = ids[:, own_positions("zigzag_buffer", ids.shape[1])].sum()
+    assert alone.compute_loss(alone.model, batch) == ids.sum()
+    assert trainer.compute_loss(torch.nn.Sequential(trainer.model), batch) == own
+    with torch.no_grad():
+        mean = trainer.compute_loss(trainer.model, batch)
+        told = trainer.compute_loss(trainer.model, batch, return_outputs=True)
+    assert mean == ids.sum() / size and told == (mean, trainer.model)
+    fully_shard(trainer.model, mesh=mesh())
+    assert trainer.compute_loss(trainer.model, batch) == own
+    assert trainer.prediction_step(trainer.model, batch, True)
+    assert not alone.prediction_step(alone.model, batch, False)
+
+
+def a_trainer_deals_one_batch_to_all_ranks() -> None:
+    from accelerate.data_loader import BatchSamplerShard
+
+    rank, size = dist.get_rank(), dist.get_world_size()
+    trainer = CPTrains()
+    trainer.model = build("Qwen3_5ForCausalLM")
+    patch(trainer.model, mesh())
+    batches = torch.utils.data.BatchSampler(range(8), 2, drop_last=False)
+    dealt = BatchSamplerShard(batches, num_processes=size, process_index=rank)
+    loader = SimpleNamespace(batch_sampler=dealt)
+    assert trainer._share_batches_in_group(loader) is loader
+    assert list(dealt) == list(batches)
 
 
 def indexed_attention_is_refused() -> None:

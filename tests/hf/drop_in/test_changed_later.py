@@ -4,11 +4,12 @@ refused."""
 import copy
 import io
 import pickle
-from functools import partial
+from functools import partial, wraps
 
 import pytest
 import torch
 from torch import nn
+from transformers.activations import ACT2FN
 
 from megatron_gdn.compat.tested import TESTED_VERSIONS, VersionRange, warn_of_untested
 from megatron_gdn.hf import PackingCollator, SSMGate, context_parallel_share, patch
@@ -190,11 +191,49 @@ def forward_of_all_instances(norm, monkeypatch):
     monkeypatch.setattr(type(norm), "forward", doubled)
 
 
+def wrapper_of_all_forwards(norm, monkeypatch):
+    """Which names itself as the wrapped function does."""
+    forward = type(norm).forward
+    wrapper = wraps(forward)(lambda *args: 2 * forward(*args))
+    monkeypatch.setattr(type(norm), "forward", wrapper)
+
+
+def forward_of_the_instance(norm, monkeypatch):
+    forward = norm.forward
+    norm.forward = lambda *args: 2 * forward(*args)
+
+
+def another_class(norm, monkeypatch):
+    class DoubledRMSNormGated(type(norm)):
+        def forward(self, *args):
+            return 2 * super().forward(*args)
+
+    norm.__class__ = DoubledRMSNormGated
+
+
+def another_activation(norm, monkeypatch):
+    """Which returns twice what it did."""
+    silu = ACT2FN[norm.activation]
+    monkeypatch.setitem(ACT2FN, "doubled", lambda: lambda x: 2 * silu(x))
+    norm.activation = "doubled"
+
+
 def hook_of_the_module(norm, monkeypatch):
     norm.register_forward_hook(lambda module, args, y: 2 * y)
 
 
-@pytest.mark.parametrize("change", [forward_of_all_instances, hook_of_the_module])
+@pytest.mark.each_value
+@pytest.mark.parametrize(
+    "change",
+    [
+        forward_of_all_instances,
+        wrapper_of_all_forwards,
+        forward_of_the_instance,
+        another_class,
+        another_activation,
+        hook_of_the_module,
+    ],
+)
 @pytest.mark.parametrize("family", [NEXT, DENSE])
 @torch.no_grad()
 def test_a_norm_that_was_changed_is_called(patched, family, change, monkeypatch):
@@ -298,12 +337,28 @@ def test_documents_that_indexed_attention_would_mix_are_refused(fresh):
         model(tokens, attention_mask=torch.tensor([[1, 1, 1, 1, 2, 2, 2, 2]]))
 
 
-def test_a_patch_that_fails_halfway_leaves_the_model_as_it_was(fresh):
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_a_patch_that_fails_halfway_leaves_the_model_as_it_was(
+    fresh, monkeypatch, error
+):
+    """By an error, or by the user."""
     model = fresh(DENSE)
     before = fresh(DENSE)
     model.model.layers[2].linear_attn.activation = "gelu"
-    with pytest.raises(ValueError, match="activation='gelu'.* Set hidden_act='silu'"):
-        patch(model)
+    if error is KeyboardInterrupt:
+        change = patching.become_drop_in
+
+        def change_all_but_the_last(module, *given):
+            if module.activation == "gelu":
+                raise error
+            return change(module, *given)
+
+        monkeypatch.setattr(patching, "become_drop_in", change_all_but_the_last)
+        with pytest.raises(error):
+            patch(model)
+    else:
+        with pytest.raises(error, match="activation='gelu'.* Set hidden_act='silu'"):
+            patch(model)
     for ours, theirs in zip(model.modules(), before.modules(), strict=True):
         assert type(ours) is type(theirs)
         assert len(ours._forward_pre_hooks) == len(theirs._forward_pre_hooks)
@@ -311,13 +366,16 @@ def test_a_patch_that_fails_halfway_leaves_the_model_as_it_was(fresh):
 
 def test_a_share_cuts_or_refuses_whatever_has_the_tokens():
     batch = PackingCollator(pad_to_multiple_of=4)([{"input_ids": [5, 6, 7, 8, 9]}])
+    pixels = torch.ones(2, 3)
     more = {
         "position_ids": torch.arange(8).expand(4, 1, 8),
         "inputs_embeds": torch.arange(8.0)[None, :, None].expand(1, 8, 3),
+        "pixel_values": pixels,  # without tokens
     }
     share = context_parallel_share(batch | more, Mesh(2, 1), "contiguous")
     assert share["position_ids"].tolist() == [[[4, 5, 6, 7]]] * 4
     assert share["inputs_embeds"][0, :, 0].tolist() == [4, 5, 6, 7]
+    assert share["pixel_values"] is pixels
     for name, x in (
         ("weights", torch.ones(8)),
         ("attention_mask", torch.ones(1, 1, 8, 8)),

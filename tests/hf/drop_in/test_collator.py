@@ -42,14 +42,20 @@ def test_documents_are_laid_end_to_end_and_predict_nothing_across():
         PackingCollator(0)
 
 
-@pytest.mark.parametrize("layout", ["zigzag_buffer", "contiguous"])
+@pytest.mark.parametrize("layout", ["zigzag_buffer", "contiguous", "zigzag"])
 def test_shares_hold_every_token_once(layout):
-    batch = PackingCollator(pad_to_multiple_of=8)(DOCUMENTS)
+    documents = DOCUMENTS
+    if layout == "zigzag":
+        documents = [{"input_ids": [*range(5, 13)]}, {"input_ids": [*range(16)]}]
+    batch = PackingCollator(pad_to_multiple_of=8)(documents)
     shares = [context_parallel_share(batch, Mesh(4, rank), layout) for rank in range(4)]
     held = torch.cat([share["input_ids"] for share in shares], 1)
     assert held.sort().values.tolist() == batch["input_ids"].sort().values.tolist()
     assert all(share["cu_seq_lens_q"] is batch["cu_seq_lens_q"] for share in shares)
-    assert shares[0]["position_ids"].shape == (1, 2)
+    if layout == "zigzag":  # of each document two pieces
+        assert shares[0]["position_ids"].tolist() == [[0, 7, 0, 1, 14, 15]]
+    else:
+        assert shares[0]["position_ids"].shape == (1, 2)
 
 
 @pytest.mark.parametrize(

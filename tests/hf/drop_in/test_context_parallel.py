@@ -94,6 +94,10 @@ def test_a_mesh_set_on_a_built_layer_counts(pools, ranks):
     [
         laws.a_mesh_set_on_a_patched_model_counts,
         laws.a_mesh_of_one_rank_leaves_attention_alone,
+        laws.a_patch_says_on_how_many_ranks_it_runs_what,
+        laws.a_trainer_gives_each_rank_its_share,
+        laws.a_trainer_deals_one_batch_to_all_ranks,
+        laws.gates_that_alone_are_sharded,
         laws.tables_do_not_follow_the_default_device,
         laws.padded_rows_and_padding_in_a_row,
         laws.a_mask_in_a_dict_is_passed_on,
@@ -173,6 +177,13 @@ def test_what_ranks_cannot_share_is_refused_on_every_rank(pools):
             {},
             {"attention_mask": late},
             "padding before tokens in one row only",
+            2,
+        ),
+        (
+            "contiguous",
+            {},
+            {"position_ids": torch.arange(8).expand(3, -1)},
+            r"position_ids has shape \(3, 8\)",
             2,
         ),
         (

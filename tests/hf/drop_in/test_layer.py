@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from megatron_gdn.hf import CPAwareGatedDeltaNet, patch
+from megatron_gdn.hf.drop_in.families import transformers_class
 from tests.hf.drop_in.conftest import (
     DENSE,
     FAMILIES,
@@ -134,6 +135,25 @@ def test_one_layer_is_built_alone_and_is_of_transformers_class(fresh):
     theirs.load_state_dict(layer.state_dict())  # strict: the holder does not show
 
 
+@pytest.mark.parametrize("family", [NEXT, KIMI])
+def test_a_subclass_and_the_class_of_a_layer_build_layers_too(fresh, family):
+    config = fresh(family).config
+    theirs = transformers_class(mixer_of(fresh(family)))
+
+    class Mixed(CPAwareGatedDeltaNet):
+        """Of the config's family, which its class does not name."""
+
+    class Own(CPAwareGatedDeltaNet, theirs):
+        pass
+
+    layer = CPAwareGatedDeltaNet(config, 0)
+    for cls in (type(layer), Mixed, Own):
+        made = cls(config, 0)
+        assert isinstance(made, cls) and isinstance(made, theirs)
+        assert made.state_dict().keys() == layer.state_dict().keys()
+    assert type(type(layer)(config, 0)) is type(layer) and type(made) is Own
+
+
 def test_a_config_of_another_family_is_refused(fresh):
     from transformers import LlamaConfig
 
@@ -206,8 +226,13 @@ def test_a_patch_under_a_wrapper_is_not_undone(fresh):
 
 
 def test_what_cannot_be_replaced_is_refused(fresh):
-    with pytest.raises(ValueError, match="Linear has no linear-attention modules"):
-        patch(torch.nn.Linear(2, 2))
+    other = type("Qwen3_5GatedDeltaNet", (torch.nn.Linear,), {})(2, 2)
+    with_layers = torch.nn.Module()
+    with_layers.layers = torch.nn.ModuleList([other])  # a class of another package
+    for model in (other, with_layers):
+        said = f"{type(model).__name__} has no linear-attention modules"
+        with pytest.raises(ValueError, match=said):
+            patch(model)
     with pytest.raises(ValueError, match="unpacked='ours' is not known"):
         patch(fresh(DENSE), unpacked="ours")
     with pytest.raises(ValueError, match="attention='ring' is not known"):

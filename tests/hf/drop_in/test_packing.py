@@ -209,12 +209,36 @@ def test_the_leak_of_unpatched_models_is_found_and_of_patched_ones_is_not_there(
 
 
 def test_questions_that_make_no_sense_are_refused(fresh):
-    with pytest.raises(ValueError, match="two documents or more"):
-        packing_reach(fresh(DENSE), (5,))
+    for lengths in ((5,), (5, 0), (-1, 5, 5)):
+        with pytest.raises(ValueError, match="two documents or more, of a token or"):
+            packing_reach(fresh(DENSE), lengths)
     with pytest.raises(ValueError, match="source='mask' is not known"):
         packing_reach(fresh(DENSE), source="mask")
     with pytest.raises(ValueError, match="Linear has no hidden_size"):
         packing_reach(torch.nn.Linear(3, 3))
+
+
+@pytest.mark.parametrize(
+    "source", ["position_ids", "cu_seq_lens_q", "packed_seq_ids", "indexed_mask"]
+)
+def test_a_patched_layer_is_told_of_documents_by_each_source(patched, source):
+    assert packing_reach(mixer_of(patched()), (3, 4), source=source).leaks() == []
+
+
+def test_what_a_model_returns_as_a_tuple_is_measured(patched):
+    model = patched()
+    found = packing_reach(model, (3, 4), return_dict=False)
+    expected = packing_reach(model, (3, 4))
+    assert torch.equal(found.change, expected.change)
+
+
+def test_a_model_without_input_says_what_transformers_says(fresh, patched):
+    said = []
+    for model in (fresh(DENSE), patched()):
+        with pytest.raises(ValueError) as raised:
+            model(use_cache=False)
+        said.append(str(raised.value))
+    assert said[0] == said[1]
 
 
 def test_a_cache_and_packed_documents_do_not_go_together(patched):
@@ -251,6 +275,7 @@ def test_flash_attention_is_given_what_it_can_honour_or_nothing(fresh):
         {"position_ids": torch.arange(4)[None]},
         {"position_ids": torch.tensor([[[0, 1, 0, 1]]] * 3)},  # three axes
         {"_packed_seq_ids": ids * (ids < 2)},
+        {"input_ids": tokens.expand(2, -1), "_packed_seq_ids": ids.expand(2, -1)},
     ):
         with pytest.raises(ValueError, match="only in one row without padding"):
             prepare_forward(

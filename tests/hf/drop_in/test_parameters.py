@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from megatron_gdn.hf import patch
+from megatron_gdn.hf import SSMGate, patch
 from megatron_gdn.hf.drop_in.gates import gate_owner
 from tests.hf.drop_in.conftest import DENSE, FAMILIES, GLM, KIMI, VISION, mixer_of
 
@@ -146,6 +146,16 @@ def test_each_gate_is_converted_once(patched, family):
     assert owner.A_log.device.type == "cpu" and owner._fp32_params.A_log is owner.A_log
     owner._fp32_params.bfloat16()
     assert owner.A_log.dtype == torch.float32
+
+
+@pytest.mark.parametrize("prefix", ["", "layer"])
+def test_a_holder_lists_its_two_parameters_under_a_prefix(patched, prefix):
+    holder = gate_owner(mixer_of(patched(DENSE)))._fp32_params
+    own = SSMGate(2)
+    found, expected = (
+        [name for name, _ in one.named_parameters(prefix)] for one in (holder, own)
+    )
+    assert found == expected
 
 
 def test_keys_that_name_the_holder_are_loaded(fresh):

@@ -152,6 +152,22 @@ def test_one_sequence_per_row_is_not_packed():
         assert read(rows=2, **source) is None, source
 
 
+def test_a_mask_of_other_layers_names_documents_or_padding_or_nothing():
+    """Padding only if no mask ``[B, S]`` says where it is."""
+    ids = torch.tensor(IDS)
+    whole = {"full_attention": torch.ones(1, 8)}
+    assert read(attention_mask=ids, other_masks=whole) == IDS
+    assert read(attention_mask=torch.ones(1, 8), other_masks=whole) is None
+    padded = [[0, 0, 1, 1, 1, 1, 0, 0]]
+    masks = {"full_attention": block_mask(padded)}
+    assert read(other_masks=masks) == padded
+    assert read(attention_mask=torch.tensor(padded), other_masks=masks) is None
+
+
+def test_rows_without_tokens_have_no_documents():
+    assert read(2, 0, cu_seqlens=torch.tensor([0, 0])) is None
+
+
 def test_positions_that_start_again_count_beside_a_mask_of_ones_and_zeros():
     positions = torch.tensor([[0, 1, 2, 0, 1, 0, 0, 0]])
     mask = torch.tensor([[1, 1, 1, 1, 1, 0, 0, 0]])
@@ -216,6 +232,22 @@ def test_positions_that_start_again_count_beside_a_mask_of_ones_and_zeros():
             {"position_ids": torch.zeros(1, 5, dtype=torch.long)},
             "position_ids has shape",
         ),
+        (
+            {"attention_mask": block_mask(IDS * 3)},
+            r"4-D attention_mask of shape \(3, 1, 8, 8\) does not fit 1 rows",
+        ),
+        (
+            {"other_masks": {"full_attention": block_mask(IDS * 3)}},
+            r"4-D attention_mask of shape \(3, 1, 8, 8\) does not fit 1 rows",
+        ),
+        (
+            {
+                "tokens": 10,
+                "packed_seq_ids": torch.ones(1, 10),
+                "cu_seqlens": torch.arange(11),
+            },
+            r"documents of \[10\] tokens and .* of \[1, 1, 1, 1, 1, 1, 1, 1\] \.\.\. tok",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused(source, message):
@@ -267,6 +299,10 @@ def test_indices_say_which_tokens_offsets_count():
             {"indices": KEPT["indices"].flip(0)},
             r"indices of shape \(11,\) must be \[T\]",
         ),
+        (
+            {"indices": KEPT["indices"][None]},
+            r"indices of shape \(1, 11\) must be \[T\]",
+        ),
         ({"indices": KEPT["indices"] + 1}, "to at most 15"),
         ({"indices": KEPT["indices"] - 1}, "increase from 0"),
         (
@@ -295,16 +331,17 @@ def test_places_of_tokens_give_the_layout_and_what_it_cuts(layout, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("option", "offsets", "expected"),
+    ("option", "rows", "offsets", "expected"),
     [
-        ("contiguous", None, ("contiguous", (24,))),
-        ("contiguous", [0, 8, 24], ("contiguous", (24,))),
-        ("zigzag", [0, 8, 24], ("zigzag", (8, 16))),
-        ("zigzag", None, ("zigzag_buffer", (24,))),
+        ("contiguous", 1, None, ("contiguous", (24,))),
+        ("contiguous", 1, [0, 8, 24], ("contiguous", (24,))),
+        ("zigzag", 1, [0, 8, 24], ("zigzag", (8, 16))),
+        ("zigzag", 1, None, ("zigzag_buffer", (24,))),
+        ("zigzag", 2, [0, 24, 48], ("zigzag_buffer", (24,))),
     ],
 )
-def test_without_places_the_options_layout_cuts_documents_only_by_their_offsets(
-    option, offsets, expected
+def test_without_places_the_options_layout_cuts_documents_of_one_row_by_their_offsets(
+    option, rows, offsets, expected
 ):
     sources = BoundarySources(
         cu_seqlens=None if offsets is None else torch.tensor(offsets)
@@ -312,5 +349,5 @@ def test_without_places_the_options_layout_cuts_documents_only_by_their_offsets(
     share = MicroBatchShare(
         None, None, 2, 0, SequenceLayout(option), (24,), torch.device("cpu")
     )
-    found = batch._with_sequence_layout(sources, 1, share)
+    found = batch._with_sequence_layout(sources, rows, share)
     assert (found.layout, tuple(found.lengths)) == expected
