@@ -85,7 +85,6 @@ def load_old_names(
         merge,
         nested_values,
     )
-    from megatron.core.dist_checkpointing.mapping import ShardedObject
 
     tensors = [
         value
@@ -117,9 +116,7 @@ def load_old_names(
     absent, others = extract_matching_values(
         sharded_state_dict,
         lambda value: (
-            isinstance(value, ShardedObject)
-            and value.key.endswith("_extra_state")
-            and value.unique_key not in stored
+            value.key.endswith("_extra_state") and value.unique_key not in stored
         ),
     )
     dict_list_map_inplace(lambda value: None, absent)

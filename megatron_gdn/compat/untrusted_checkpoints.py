@@ -61,14 +61,15 @@ _LEGAL_NAMES = {
     },
 }
 
-# The fields that ``.metadata`` may have for a tensor; torch 2.15 adds strides.
+# The fields that ``.metadata`` may have for a tensor, and their types. torch 2.15 adds
+# strides, which nobody reads (`.checkpoints.leave_strides_out`).
 _TENSOR_PROPERTIES = {
-    "dtype",
-    "layout",
-    "requires_grad",
-    "memory_format",
-    "pin_memory",
-    "strides",
+    "dtype": torch.dtype,
+    "layout": torch.layout,
+    "requires_grad": bool,
+    "memory_format": torch.memory_format,
+    "pin_memory": bool,
+    "strides": object,
 }
 
 # torch reads these environment variables.
@@ -219,9 +220,9 @@ def _describes_tensor(entry: object) -> bool:
     if not isinstance(entry, TensorStorageMetadata) or not _is_legal_size(entry.size):
         return False
     properties = getattr(entry.properties, "__dict__", {})
-    if (
-        not isinstance(properties.get("dtype"), torch.dtype)
-        or not properties.keys() <= _TENSOR_PROPERTIES
+    if "dtype" not in properties or not all(
+        isinstance(value, _TENSOR_PROPERTIES.get(name, ()))
+        for name, value in properties.items()
     ):
         return False
     if not isinstance(entry.chunks, list):

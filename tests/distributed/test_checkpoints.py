@@ -1,6 +1,8 @@
 """Checkpoints, and weights that Megatron reshards (refit), are the same layer at every
 size."""
 
+import re
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -102,6 +104,27 @@ def test_sections_are_refused_by_upstream_and_not_misread(pools, tmp_path):
     pools(1).run(save, str(tmp_path), 1, theirs=False)
     (found,) = pools(1).run(outcome_of_loading, str(tmp_path), 1, theirs=True)
     assert "layer.in_proj.bias" in found, found
+
+
+@pytest.mark.parametrize("mixer", BY_NAME)
+@on_ranks(cp=1)
+def test_a_tensor_that_a_checkpoint_lacks_is_named_by_its_key(tmp_path, mixer):
+    kind = BY_NAME[mixer]
+    layer = kind.build(kind.config(), groups_of_megatron())
+
+    def state():
+        return layer.sharded_state_dict("layer.", metadata=metadata())
+
+    tensors = [key for key in state() if not key.endswith("_extra_state")]
+    assert len(tensors) > 5
+    for key in tensors:
+        rest = state()
+        name = re.escape(rest.pop(key).key)
+        folder = tmp_path / key
+        folder.mkdir()
+        dist_checkpointing.save(rest, str(folder))
+        with pytest.raises(CheckpointException, match=name):
+            dist_checkpointing.load(state(), str(folder))
 
 
 SIZES = (1, 2, 4, 1)

@@ -1,6 +1,7 @@
 """`megatron_gdn.patch_megatron`, and the three ways to have it called."""
 
 import argparse
+import copy
 import importlib
 import inspect
 import json
@@ -8,6 +9,7 @@ import os
 import sys
 import tomllib
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -251,7 +253,8 @@ def test_it_takes_the_options_of_the_call(pools):
 
 def test_options_of_kda_are_not_dropped_where_megatron_has_no_such_class(monkeypatch):
     monkeypatch.delattr(gated_delta_net, "KimiDeltaAttention", raising=False)
-    megatron_gdn.patch_megatron(kda=True)
+    for nothing in (True, {}):
+        megatron_gdn.patch_megatron(kda=nothing)
     with pytest.raises(ValueError, match="has no KimiDeltaAttention. .* to hybrid_st"):
         megatron_gdn.patch_megatron(kda={"forget_rank": 4})
 
@@ -270,6 +273,32 @@ def test_nor_are_those_of_gated_delta_product():
         ValueError, match="options of gdp, .* no GatedDeltaProductMixer"
     ):
         megatron_gdn.patch_megatron(gdp={"num_householder": 4})
+
+
+def test_a_layer_that_megatron_has_built_is_copied_as_it_is():
+    layer = object.__new__(Theirs)
+    megatron_gdn.patch_megatron()
+    assert type(copy.copy(layer)) is Theirs
+
+
+def test_a_subclass_is_built_as_it_is_and_named(caplog):
+    class Special(Theirs): ...
+
+    megatron_gdn.patch_megatron()
+    assert is_ours(Theirs) and not is_ours(Special)
+    assert "Special is a subclass of Megatron's GatedDeltaNet" in caplog.text
+
+
+@pytest.mark.skipif(find_spec("mcore_bridge") is not None, reason="is installed")
+@pytest.mark.parametrize("is_installed", [False, True])
+def test_mcore_bridges_subclass_is_told_of_where_it_can_be(
+    monkeypatch, caplog, tmp_path, is_installed
+):
+    if is_installed:
+        (tmp_path / "mcore_bridge.py").touch()
+        monkeypatch.syspath_prepend(tmp_path)
+    megatron_gdn.patch_megatron(mamba=True)
+    assert caplog.text.count("mcore-bridge's subclass of it too") == is_installed
 
 
 FLAGS = "--kda-f-lora-rank 4 --kda-gate-lora-rank 3 --kda-lower-bound -4.5"

@@ -91,16 +91,26 @@ def plant_object(checkpoint: Path, name: str, content: object) -> None:
     change(checkpoint, redirect)
 
 
+class PlantedOfTorch(Planted):
+    """Calls a function of torch, from which a table takes dtypes alone."""
+
+    def __reduce__(self):
+        return torch.typename, (5,)
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"), [(Planted, "posix.mkdir"), (PlantedOfTorch, "torch.typename")]
+)
 @pytest.mark.parametrize("where", ["whole", "within"])
 def test_a_table_that_is_a_pickle_of_code_is_not_run(
-    checkpoint, tmp_path, refusal, where
+    checkpoint, tmp_path, refusal, where, kind, said
 ):
-    planted = Planted(tmp_path / "mark")
+    planted = kind(tmp_path / "mark")
     if where == "whole":
         (checkpoint / "release" / ".metadata").write_bytes(pickle.dumps(planted))
     else:
         change(checkpoint, lambda metadata: setattr(metadata, "planner_data", planted))
-    assert "posix.mkdir" in refusal()
+    assert f"its pickles load {said}, which no checkpoint needs" in refusal()
 
 
 class Model(nn.Module):
@@ -123,25 +133,47 @@ def load_pretrained(folder: Path) -> None:
     hf_model.load_pretrained(folder, SimpleNamespace(model=Model()))
 
 
-@pytest.mark.parametrize("load", [load_masters, load_pretrained])
-def test_other_functions_that_read_a_checkpoint_run_no_code_of_it(
-    checkpoint, tmp_path, load
-):
-    mark = tmp_path / "mark"
-    (checkpoint / "release" / ".metadata").write_bytes(pickle.dumps(Planted(mark)))
-    (checkpoint / "latest_checkpointed_iteration.txt").unlink()
-    with pytest.raises(ValueError, match=r"refused: its pickles load posix\.mkdir"):
-        load(checkpoint / "release")
-    assert not mark.exists()
-
-
-def test_the_object_beside_the_tensors_is_not_run(checkpoint, tmp_path, refusal):
-    """Megatron keeps arguments and more in an object; torch loads it with any class."""
+def plant_beside(checkpoint: Path, content: object) -> None:
+    """Let ``content`` be the object beside the tensors, in which Megatron keeps
+    arguments and more; torch loads it with any class."""
     table = pickle.loads((checkpoint / "release" / ".metadata").read_bytes())
     [name] = [
         key for key in table.state_dict_metadata if key.startswith("common_state")
     ]
-    plant_object(checkpoint, name, [Planted(tmp_path / "mark")])
+    plant_object(checkpoint, name, content)
+
+
+each_reader = pytest.mark.parametrize("load", [load_masters, load_pretrained])
+
+
+@pytest.mark.parametrize("where", ["table", "object"])
+@each_reader
+def test_other_functions_that_read_a_checkpoint_run_no_code_of_it(
+    checkpoint, tmp_path, load, where
+):
+    planted = Planted(tmp_path / "mark")
+    if where == "table":
+        (checkpoint / "release" / ".metadata").write_bytes(pickle.dumps(planted))
+    else:
+        plant_beside(checkpoint, planted)
+    (checkpoint / "latest_checkpointed_iteration.txt").unlink()
+    with pytest.raises(ValueError, match=r"refused: its pickles load posix\.mkdir"):
+        load(checkpoint / "release")
+    assert not planted.mark.exists()
+
+
+@each_reader
+def test_an_error_about_a_folder_is_no_refusal_whatever_its_name(checkpoint, load):
+    """torch's error about a class in a pickle has the word GLOBAL, too."""
+    folder = (checkpoint / "release").rename(checkpoint / "GLOBAL run")
+    (folder / "metadata.json").unlink()
+    with pytest.raises(Exception, match="GLOBAL run") as raised:
+        load(folder)
+    assert "pickles" not in str(raised.value)
+
+
+def test_the_object_beside_the_tensors_is_not_run(checkpoint, tmp_path, refusal):
+    plant_beside(checkpoint, [Planted(tmp_path / "mark")])
     assert "posix.mkdir" in refusal()
 
 
@@ -233,9 +265,15 @@ def strange(metadata) -> dict:
     own."""
     tensor = metadata.state_dict_metadata[EMBEDDING]
     [index, info] = next(iter(metadata.storage_data.items()))
-    other = BytesStorageMetadata()  # of a legal class, with the fields of a place
-    vars(other).update(vars(info))
-    part = ChunkStorageMetadata.__new__(ChunkStorageMetadata)  # without its fields
+    part = tensor.chunks[0]
+    bare = ChunkStorageMetadata.__new__(ChunkStorageMetadata)  # without its fields
+
+    def other(**fields) -> BytesStorageMetadata:
+        """Of a legal class, with fields of another."""
+        made = BytesStorageMetadata()
+        vars(made).update(fields)
+        return made
+
     return {
         "no table": lambda: setattr(metadata, "state_dict_metadata", None),
         "no places": lambda: setattr(metadata, "storage_data", [1]),
@@ -245,21 +283,38 @@ def strange(metadata) -> dict:
         "a size below 0": lambda: setattr(tensor, "size", torch.Size((-1, 24))),
         "a dtype": lambda: setattr(tensor.properties, "dtype", "bfloat16"),
         "properties": lambda: setattr(tensor, "properties", 5),
+        "no dtype": lambda: setattr(tensor, "properties", other(pin_memory=False)),
         "a property": lambda: setattr(
             metadata, "state_dict_metadata", {EMBEDDING: index}
         ),
+        "an unknown property": lambda: setattr(
+            tensor, "properties", other(dtype=torch.bfloat16, out=None)
+        ),
+        "a layout": lambda: setattr(tensor.properties, "layout", 5),
+        "a need of gradients": lambda: setattr(tensor.properties, "requires_grad", "x"),
+        "a pin": lambda: setattr(tensor.properties, "pin_memory", "x"),
         "parts": lambda: setattr(tensor, "chunks", None),
-        "a part": lambda: setattr(tensor.chunks[0], "offsets", torch.Size((5, 5))),
-        "a part without fields": lambda: setattr(tensor, "chunks", [part]),
-        "a part's dims": lambda: setattr(tensor.chunks[0], "sizes", torch.Size((5,))),
+        "a part": lambda: setattr(part, "offsets", torch.Size((5, 5))),
+        "a part without fields": lambda: setattr(tensor, "chunks", [bare]),
+        "a part of another class": lambda: setattr(
+            tensor, "chunks", [other(**vars(part))]
+        ),
+        "a part's dims": lambda: setattr(part, "sizes", torch.Size((5,))),
+        "a part's size": lambda: setattr(part, "sizes", tuple(part.sizes)),
+        "a part's size below 0": lambda: setattr(part, "sizes", torch.Size((-1, 24))),
+        "a part's start": lambda: setattr(part, "offsets", tuple(part.offsets)),
+        "a part's start below 0": lambda: setattr(part, "offsets", torch.Size((-1, 0))),
         "an offset": lambda: metadata.storage_data.update(
             {index: replace(info, offset="x")}
         ),
         "a length": lambda: metadata.storage_data.update(
             {index: replace(info, length=-1)}
         ),
-        "a place": lambda: metadata.storage_data.update({index: other}),
+        "a place": lambda: metadata.storage_data.update({index: other(**vars(info))}),
         "an index": lambda: metadata.storage_data.update({"x": info}),
+        "an index's name": lambda: metadata.storage_data.update(
+            {replace(index, fqn=5): info}
+        ),
     }
 
 
@@ -276,15 +331,26 @@ STRANGE = {
     "a size below 0": NO_ENTRY,
     "a dtype": NO_ENTRY,
     "properties": NO_ENTRY,
+    "no dtype": NO_ENTRY,
     "a property": NO_ENTRY,
+    "an unknown property": NO_ENTRY,
+    "a layout": NO_ENTRY,
+    "a need of gradients": NO_ENTRY,
+    "a pin": NO_ENTRY,
     "parts": NO_ENTRY,
     "a part": NO_ENTRY,
     "a part without fields": "has an object without one of its fields: ",
+    "a part of another class": NO_ENTRY,
     "a part's dims": NO_ENTRY,
+    "a part's size": NO_ENTRY,
+    "a part's size below 0": NO_ENTRY,
+    "a part's start": NO_ENTRY,
+    "a part's start below 0": NO_ENTRY,
     "an offset": NO_PLACE,
     "a length": NO_PLACE,
     "a place": NO_PLACE,
     "an index": NO_PLACE,
+    "an index's name": NO_PLACE,
 }
 
 
@@ -318,11 +384,7 @@ def test_a_format_of_another_form_is_refused(checkpoint, refusal, content):
 def test_a_state_beside_the_tensors_of_another_form_is_refused(
     checkpoint, refusal, state
 ):
-    table = pickle.loads((checkpoint / "release" / ".metadata").read_bytes())
-    [name] = [
-        key for key in table.state_dict_metadata if key.startswith("common_state")
-    ]
-    plant_object(checkpoint, name, state)
+    plant_beside(checkpoint, state)
     assert "the state beside its tensors" in refusal()
 
 

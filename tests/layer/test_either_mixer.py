@@ -257,6 +257,22 @@ def test_a_file_says_in_which_order_fsdp_stores_the_rows_of_in_proj(kind, monkey
     assert layer.state_dict()[entry].tolist() == [0 if is_cut else 1]
 
 
+@pytest.mark.parametrize("change", ["a part", "another size"])
+@each_mixer
+def test_other_state_dicts_load_as_torch_loads_them(kind, change):
+    """A part with ``strict=False``; an error of torch about another size."""
+    layer = whole(kind)
+    state = layer.state_dict()
+    if change == "a part":
+        part = {name: value for name, value in state.items() if "_proj" not in name}
+        missing, unknown = layer.load_state_dict(part, strict=False)
+        assert "in_proj.weight" in missing and not unknown
+    else:
+        state = {"in_proj.weight": state["in_proj.weight"][1:]}
+        with pytest.raises(RuntimeError, match="size mismatch for in_proj.weight"):
+            layer.load_state_dict(state, strict=False)
+
+
 def test_a_range_is_closed_when_its_body_raises(opened):
     with (
         pytest.raises(KeyError, match="inner"),

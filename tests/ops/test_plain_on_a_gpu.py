@@ -60,14 +60,15 @@ def test_doctor_gives_the_line(monkeypatch):
     assert finding.state == "note" and obstacles.PLAIN_ON_GPU_WARNING in finding.text
 
 
-def test_enable_tells_it_without_waking_cuda(monkeypatch):
+@pytest.mark.parametrize("installed", [None, "fla", "flash_qla"])
+def test_enable_tells_it_without_waking_cuda(monkeypatch, installed):
     """A framework may choose the process's GPU later, so only packages are looked
     at."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_capability", None)
-    monkeypatch.setattr(obstacles, "find_spec", lambda name: None)
+    monkeypatch.setattr(obstacles, "find_spec", {installed: "a spec"}.get)
     monkeypatch.delitem(sys.modules, "megatron_gdn.enable", raising=False)
-    with told():
+    with warnings.catch_warnings(action="error") if installed else told():
         importlib.import_module("megatron_gdn.enable")
 
 

@@ -1,5 +1,6 @@
 """The fp32 values of a checkpoint's optimizer go into the parameters of a model."""
 
+import pytest
 import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedTensor
@@ -11,7 +12,7 @@ MASTER = "optimizer.state.fp32_param."
 
 
 class Model(nn.Module):
-    """One parameter that is fp32 in memory, and one that is not."""
+    """Three parameters that are fp32 in memory, and one that is not."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -19,6 +20,8 @@ class Model(nn.Module):
         self.gate.keep_in_fp32 = True
         self.exact = nn.Parameter(torch.zeros(3))
         self.exact.keep_in_fp32 = True
+        self.unlisted = nn.Parameter(torch.zeros(3))  # without a master
+        self.unlisted.keep_in_fp32 = True
         self.weight = nn.Parameter(torch.zeros(3))
 
     def sharded_state_dict(self, metadata=None):
@@ -32,10 +35,14 @@ def stored(key: str, dtype: torch.dtype) -> ShardedTensor:
     return ShardedTensor.from_rank_offsets(key, torch.zeros(3, dtype=dtype))
 
 
-def test_only_parameters_that_the_file_has_in_16_bits_get_their_masters(monkeypatch):
+@pytest.mark.parametrize("in_chunks", [False, True])
+def test_only_parameters_that_the_file_has_in_16_bits_get_their_masters(
+    monkeypatch, in_chunks
+):
     dtypes = {
         "gate": torch.bfloat16,
         "exact": torch.float32,
+        "unlisted": torch.bfloat16,
         "weight": torch.bfloat16,
         f"{MASTER}gate": torch.float32,
         f"{MASTER}exact": torch.float32,
@@ -48,7 +55,9 @@ def test_only_parameters_that_the_file_has_in_16_bits_get_their_masters(monkeypa
         dist_checkpointing, "load", lambda state, _: dict.fromkeys(state, values)
     )
     model = Model()
-    assert load_fp32_masters(model, "folder") == ["gate"]
+    given = [model] if in_chunks else model
+    assert load_fp32_masters(given, "folder") == ["gate"]
     assert torch.equal(model.gate.detach(), values)
     assert model.gate.requires_grad
-    assert not model.exact.any() and not model.weight.any()
+    for name in ("exact", "unlisted", "weight"):
+        assert not model.get_parameter(name).any(), name
