@@ -63,8 +63,8 @@ class Parser(argparse.ArgumentParser):
         and of its subcommands."""
         parsers: list[argparse.ArgumentParser] = [self]
         for action in self._actions:
-            if action.nargs == argparse.PARSER:  # its choices are the subcommands
-                parsers.extend(dict(action.choices or {}).values())
+            if isinstance(action, argparse._SubParsersAction):
+                parsers.extend(action.choices.values())
         names = []
         for parser in parsers:
             for name, action in parser._option_string_actions.items():

@@ -55,7 +55,7 @@ def main(arguments: list[str]) -> int:
         parser.error("give the script to run")
     try:
         path = script_file(arguments[0])
-    except FileNotFoundError as error:
+    except OSError as error:
         return print_error(error)
     sys.argv = [str(path)] + arguments[1:]
     # Python imports from the script's folder first: a script in a clone gets the

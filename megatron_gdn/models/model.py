@@ -114,9 +114,9 @@ class Model:
         if length < 1 or length % multiple:
             nearest = max(round(length / multiple), 1) * multiple
             raise ValueError(
-                f"length={length} must be a multiple of {multiple}, such as {nearest}, "
-                f"for tp={tp} and cp={cp}: zigzag cuts a sequence into 2 cp fragments, "
-                "and sequence parallelism cuts each rank's share by tp."
+                f"length={length} must be a positive multiple of {multiple}, such as "
+                f"{nearest}, for tp={tp} and cp={cp}: zigzag cuts a sequence into 2 cp "
+                "fragments, and sequence parallelism cuts each rank's share by tp."
             )
 
     def saved_bytes(self, tp: int = 1, recompute: str = "none") -> int:

@@ -317,7 +317,7 @@ def _expert_layer(config: Config) -> LayerCounts:
     D = config.hidden_size
     experts = config.num_moe_experts
     experts_per_token = config.moe_router_topk
-    expert = _mlp_weights(config, config.moe_ffn_hidden_size or config.ffn_hidden_size)
+    expert = _mlp_weights(config, config.moe_ffn_hidden_size)
     shared_expert = _mlp_weights(
         config, config.moe_shared_expert_intermediate_size or 0
     )

@@ -113,16 +113,22 @@ def read_sizes(path: str | Path) -> LayerSizes:
         except argparse.ArgumentTypeError as error:
             raise ValueError(f"{path} gives {argument}, and {error}.") from None
 
-    sizes = {name: number_after(f"linear_{name}", MOST_HEADS) for name in _SIZE_NAMES}
-    if missing := [f"linear_{name}" for name, size in sizes.items() if size is None]:
+    sizes = {}
+    missing = []
+    for name in _SIZE_NAMES:
+        size = number_after(f"linear_{name}", MOST_HEADS)
+        if size is None:
+            missing.append(f"linear_{name}")
+        else:
+            sizes[name] = size
+    if missing:
         raise ValueError(
             f"{path} does not name {', '.join(missing)}; add them, or give --heads and "
             "the other sizes on the command line."
         )
-    known = {name: size for name, size in sizes.items() if size is not None}
     kinds = "tensor_model", "context"
     tp, cp = (number_after(f"{kind}_parallel_size", MOST_RANKS) or 1 for kind in kinds)
-    return LayerSizes(GDNDims(hidden_size=_HIDDEN_SIZE, **known), tp, cp)
+    return LayerSizes(GDNDims(hidden_size=_HIDDEN_SIZE, **sizes), tp, cp)
 
 
 class LayerCall(NamedTuple):
@@ -164,28 +170,23 @@ def layer_calls(
     def add_call(
         use: str, tokens: int, rows: int = 1, documents: int | None = None
     ) -> None:
-        """Add a call of ``use`` to ``found``.
-
-        ``tokens`` are those of one row, of all ranks together. They are rounded up, so
-        that each rank has a multiple of _LENGTH_MULTIPLE tokens of every document or
-        row. For "states", ``tokens`` and ``documents`` are the tokens and the pieces of
-        one rank.
-        """
+        """Add a call of ``use`` to ``found``; ``tokens`` are those of one row, of all
+        ranks together."""
         cp = headwise_ranks
-        layout = "zigzag"
-        if use == "states":
-            # Without context parallelism, compile as for two ranks.
-            cp = max(sizes.cp, 2)
-            # In contiguous a rank has one piece of a document, in zigzag two.
-            if documents == 1:
-                layout = "contiguous"
-            # Rounded up: with one piece less FlashQLA might take another kernel.
-            documents = math.ceil((documents or 1) / 2)
-            tokens = tokens * cp
-        # Every document, or every row, gives each rank an equal share of its tokens.
-        multiple = _LENGTH_MULTIPLE * cp * (documents or 1)
-        tokens = -(-tokens // multiple) * multiple
-        found.append(LayerCall(use, cp, tokens, rows, documents, layout))
+        tokens = _rounded_up(tokens, cp * (documents or 1))
+        found.append(LayerCall(use, cp, tokens, rows, documents, "zigzag"))
+
+    def add_pieces(count: int) -> None:
+        """Add a call of "states" to ``found``, in which each rank has ``count`` pieces
+        of _SHORT_LENGTH tokens together."""
+        # Without context parallelism, compile as for two ranks.
+        cp = max(sizes.cp, 2)
+        # In contiguous a rank has one piece of a document, in zigzag two.
+        layout = "contiguous" if count == 1 else "zigzag"
+        # Rounded up: with one piece less FlashQLA might take another kernel.
+        documents = math.ceil(count / 2)
+        tokens = _rounded_up(_SHORT_LENGTH * cp, cp * documents)
+        found.append(LayerCall("states", cp, tokens, 1, documents, layout))
 
     for use in uses or usual:
         heads = local.num_value_heads
@@ -200,11 +201,23 @@ def layer_calls(
         for count in counts:
             if use in ("rows", "recompute"):
                 add_call(use, _SHORT_LENGTH, rows=max(2, count))
-            if use in ("uncut", "states", "recompute"):
+            if use in ("uncut", "recompute"):
                 add_call(use, _SHORT_LENGTH, documents=count)
+            if use == "states":
+                add_pieces(count)
             if use == "whole":
                 add_call(use, _LONG_LENGTH, documents=count)
     return found
+
+
+def _rounded_up(tokens: int, parts: int) -> int:
+    """``tokens``, rounded up so that each of ``parts`` equal parts has a multiple of
+    _LENGTH_MULTIPLE tokens.
+
+    Every document, or every row, gives each rank an equal part.
+    """
+    multiple = _LENGTH_MULTIPLE * parts
+    return -(-tokens // multiple) * multiple
 
 
 def tasks_of(

@@ -21,6 +21,9 @@ from megatron.core.inference.text_generation_controllers.text_generation_control
     TextGenerationController,
 )
 from megatron.core.inference.utils import InferenceMode
+from megatron.core.transformer.attention import Attention
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.spec_utils import build_module
 
 from megatron_gdn.inference import roll_back
@@ -251,9 +254,50 @@ def test_what_cannot_generate_is_refused_in_words():
         for tokens in (text[0], text[:, :0]):
             with refused(match=r"tokens \[B, S\]"):
                 generate(model, tokens, 3)
+    for asked in ({"prompt": 0}, {"prompt": 4}, {"at_once": 0}):
+        with refused(match="prompt=.* and at_once=.* of 4 tokens leave nothing"):
+            check_generation(model, text, **asked)
+    with refused(match="in a model with context_parallel_size=1"):
+        check_generation(model, text)
+    (attention,) = (each for each in model.modules() if isinstance(each, Attention))
+    attention.core_attention = DotProductAttention(
+        make_config(), 1, AttnMaskType.causal, "self"
+    )
+    with refused(match="SelfAttention cannot run .* context_parallel_size=2"):
+        static_context(model, 1, 8)
     model.config.pipeline_model_parallel_size = 2
     with refused(match="pipeline_model_parallel_size=2"):
         static_context(model, 1, 8)
+
+
+@on_ranks(cp=1)
+def test_generation_ends_where_every_row_has_the_stop_token_after_its_prompt():
+    """And a caller's inference mode goes on."""
+    model = build_model("M-")
+    steps = torch.tensor([[7, 5], [7, 5], [5, 6], [7, 5]])
+    picked = iter(steps)
+    prompt = torch.full((2, 3), 5)
+    with InferenceMode.active():
+        found = generate(model, prompt, 4, pick=lambda logits: next(picked), stop=5)
+        assert InferenceMode.is_active()
+    assert torch.equal(found, torch.cat([prompt, steps[:3].T], 1))
+
+
+def test_row_by_row_functions_have_their_values():
+    x = torch.randn(3, 4)
+    weight = torch.randn(4, 5)
+    for function, *arguments in (
+        (torch.mm, x, weight),
+        (torch.addmm, torch.randn(5), x, weight),
+        (torch.addmm, torch.randn(3, 5), x, weight),
+        (torch.softmax, x, 0),
+        (torch.log_softmax, x, 1),
+        (torch.sigmoid, x),
+        (torch.sigmoid, x[0]),
+    ):
+        with RowByRow():
+            found = function(*arguments)
+        torch.testing.assert_close(found, function(*arguments))
 
 
 def test_generation_has_the_log_probabilities_of_training(pools):

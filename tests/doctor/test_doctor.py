@@ -1,6 +1,6 @@
 """The doctor names what is broken, in environments and rules that are broken."""
 
-import importlib
+import importlib.metadata
 import json
 import tomllib
 from collections.abc import Callable, Iterator
@@ -18,16 +18,23 @@ from megatron_gdn.doctor.checks import (
     check_machine,
     check_packages,
 )
+from megatron_gdn.gdn.rule import FlaGDN
 from megatron_gdn.ops import obstacles
 from megatron_gdn.ops.delta_rule.base import HeadSizes
 from megatron_gdn.ops.delta_rule.plain import PlainRule
+from megatron_gdn.ops.rules.fla import _functions_of
 
 
 @pytest.fixture
 def environment(tmp_path, monkeypatch) -> Iterator[Callable[..., None]]:
     """Installs packages that hide the true ones: ``name="version"``, and modules with
     this code."""
-    caches = (obstacles.why_not_fla_package, obstacles.why_not_flash_qla_package)
+    caches = (
+        obstacles.why_not_fla_package,
+        obstacles.why_not_flash_qla_package,
+        obstacles._needs_tilelang,
+        _functions_of,
+    )
 
     def install(modules: dict[str, str] | None = None, **versions: str) -> None:
         for name, version in versions.items():
@@ -111,6 +118,30 @@ def test_of_transformers_it_is_a_note_for_no_layer_needs_it(environment):
     assert state == "note" and text.startswith("5.12.1 is installed, >=5.16")
 
 
+def test_a_package_that_is_absent_is_wrong_unless_only_an_extra_needs_it(monkeypatch):
+    monkeypatch.setattr(checks, "installed_version", lambda name: None)
+    found = {each.subject: each for each in check_packages()}
+    for name, extra in {
+        "torch": None,
+        "megatron-core": None,
+        "flash-linear-attention": "fla",
+        "transformer-engine": "te",
+        "transformers": "hf",
+    }.items():
+        _, state, text = found[name]
+        if extra is None:
+            assert state == "wrong" and f'not installed; pip install "{name}' in text
+        else:
+            assert state == "note" and f"'megatron-gdn[{extra}]'" in text
+
+
+def test_ctrl_c_ends_the_import_of_a_package(environment):
+    code = "raise KeyboardInterrupt"
+    environment({"transformer_engine": code}, transformer_engine="2.8.0")
+    with pytest.raises(KeyboardInterrupt):
+        list(check_packages())
+
+
 def test_a_package_that_was_built_for_another_torch_is_named(environment):
     broken = "raise ImportError('undefined symbol: _ZN3c10')"
     environment({"transformer_engine": broken}, transformer_engine="2.8.0")
@@ -154,6 +185,26 @@ def test_a_bad_pair_is_named(environment, hopper, modules, versions, subject, to
     assert state == "wrong" and told in text
 
 
+def test_good_pairs_are_well(environment, hopper):
+    modules = dict.fromkeys(["flash_qla", "tilelang"], "")
+    environment(modules, flash_qla="0.1.3", tilelang="0.1.15", triton="3.7.1")
+    found = list(check_kernel_versions())
+    assert said(found, "rule of flash-qla") == ("ok", "0.1.3, tilelang 0.1.15")
+    fla = importlib.metadata.version("flash-linear-attention")
+    assert said(found, "rule of flash-linear-attention") == (
+        "ok",
+        f"{fla}, tilelang 0.1.15",
+    )
+
+
+def test_a_fla_without_what_the_rule_calls_is_named(environment, hopper, monkeypatch):
+    environment(triton="3.7.1")
+    functions = {**FlaGDN.fla_functions, "fla.ops.utils no_function": ""}
+    monkeypatch.setattr(FlaGDN, "fla_functions", functions)
+    state, text = said(check_kernel_versions(), "rule of flash-linear-attention")
+    assert state == "wrong" and text.endswith("fla.ops.utils has no no_function")
+
+
 def test_without_a_gpu_it_is_a_note_about_hopper(environment):
     environment({"flash_qla": ""}, flash_qla="0.1.2")
     state, text = said(check_kernel_versions(), "rule of flash-qla")
@@ -162,12 +213,23 @@ def test_without_a_gpu_it_is_a_note_about_hopper(environment):
     )
 
 
-def test_a_gpu_that_torch_does_not_see_is_named(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("cuda", "named", "why"),
+    [
+        ("12.8", "12.8", "the driver may be too old"),
+        (None, "none", "torch is built without CUDA"),
+    ],
+)
+def test_a_gpu_that_torch_does_not_see_is_named(
+    tmp_path, monkeypatch, cuda, named, why
+):
     assert said(check_machine(), "gpu")[0] == "note"
     (tmp_path / "nvidia-smi").touch(mode=0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(torch.version, "cuda", cuda)
     state, text = said(check_machine(), "gpu")
-    assert state == "wrong" and "sees no GPU: the driver may be too old" in text
+    assert state == "wrong" and f"CUDA {named} sees no GPU: {why}" in text
+    assert said(check_machine(), "cuda")[1].startswith(f"{named}, of torch ")
 
 
 def test_what_is_absent_and_optional_is_a_note_and_the_rest_is_well():

@@ -21,7 +21,7 @@ from megatron.core.ssm import gated_delta_net
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet as Theirs
 from megatron.core.ssm.mamba_mixer import MambaMixer
 from megatron.core.transformer.spec_utils import build_module
-from megatron.training import arguments, global_vars
+from megatron.training import arguments, global_vars, training
 
 import megatron_gdn
 from megatron_gdn import launch
@@ -396,6 +396,23 @@ def test_launch_runs_a_script_as_python_does(monkeypatch, tmp_path):
         seen.unlink()
         launch.main([named, "--lr", "1"])
         assert json.loads(seen.read_text()) == [*as_python[:3], True]
+
+
+@pytest.mark.parametrize(
+    ("imported", "ours"), [("megatron.core", False), ("megatron.training", True)]
+)
+def test_launched_scripts_of_megatrons_training_have_our_flops_and_flags(
+    monkeypatch, tmp_path, imported, ours
+):
+    (script := tmp_path / "train.py").write_text(f"import {imported}")
+    monkeypatch.setattr(sys, "argv", [])
+    monkeypatch.setattr(sys, "path", ["", *sys.path])
+    monkeypatch.setattr(training, "num_floating_point_operations", lambda *_: 0)
+    monkeypatch.setattr(arguments, "add_megatron_arguments", add_theirs)
+    assert launch.main([str(script)]) == 0
+    counter = training.num_floating_point_operations.__module__
+    assert (counter == "megatron_gdn.models.stack") is ours
+    assert (arguments.add_megatron_arguments is not add_theirs) is ours
 
 
 READING = """

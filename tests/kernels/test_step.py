@@ -181,10 +181,12 @@ def buffers(x, count):
     return x.new_full((len(x), count, *x.mT.shape[1:]), 7).mT
 
 
-def test_values_are_put_in_their_slots_alone(device):
-    buffer = torch.zeros(5, 3, 1700, device=device)
-    slots = torch.tensor([3, -1, 0], device=device)
-    values = torch.randn(3, 3, 1700, device=device)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("integers", [torch.int32, torch.int64])
+def test_values_are_put_in_their_slots_alone(dtype, integers, device):
+    buffer = torch.zeros(5, 3, 1700, dtype=dtype, device=device)
+    slots = torch.tensor([3, -1, 0], dtype=integers, device=device)
+    values = torch.randn(3, 3, 1700, device=device).to(dtype)
     write_slots_on_gpu(buffer, slots, values)
     assert torch.equal(buffer[3], values[0]) and torch.equal(buffer[0], values[2])
     assert not buffer[[1, 2, 4]].any()

@@ -62,8 +62,9 @@ def test_every_model_has_figures(name, capsys):
         ("--cp 0", "cp=0 must be at least 1"),
         (
             "--tp 2 --cp 4 --length 4097",
-            "must be a multiple of 8, such as 4096, for tp=2 and cp=4",
+            "must be a positive multiple of 8, such as 4096, for tp=2 and cp=4",
         ),
+        ("--length 0", "length=0 must be a positive multiple of 1, such as 1, for"),
     ],
 )
 def test_illegal_sizes_are_refused_with_what_is_legal(arguments, message, capsys):

@@ -213,8 +213,9 @@ def test_the_parameters_of_kda_are_the_layers():
     assert numbers == layer.matrix_weights + layer.vector_weights - norm_before
 
 
-def tiny(name: str) -> Model:
-    """A published model with small sizes, none of which divides another by chance."""
+def tiny(name: str, **changes: object) -> Model:
+    """A published model with small sizes, none of which divides another by chance, and
+    with these fields changed."""
     entry = ENTRIES[name]
     small = {
         "hidden_size": 24,
@@ -252,6 +253,7 @@ def tiny(name: str) -> Model:
     fields = entry.fields | {
         name: small[name] for name in small if name in entry.fields
     }
+    fields |= changes
     return Model(f"small {name}", entry.architecture, fields, "made for the tests")
 
 

@@ -1,10 +1,12 @@
 """What the commands say before any of them does its work."""
 
 import json
+import os
 import re
 import subprocess
 import sys
 from importlib import import_module
+from unittest.mock import patch
 
 import pytest
 
@@ -66,6 +68,7 @@ def test_help_is_printed_without_torch_and_without_markup(name):
         ("warm_up --heads 16:32 --kernels tritn", "triton"),
         ("models tiny --flag", "--flags"),
         ("hf export a b --lik c", "--like"),
+        ("hf flags a --modl gpt", "--model"),
         ("hf exprt a b", "export"),
         ("launch --hepl", "--help"),
     ],
@@ -80,21 +83,45 @@ def test_a_wrong_option_is_answered_with_the_nearest_in_one_line(given, near):
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ("doctor --heads 1:0", "KEY:VALUE, such as 16:32; .* are at most 16384"),
-        ("doctor --head-dim 0", "a whole number from 1 to 16384"),
-        ("doctor --tokens 0", "a whole number from 1 to 1048576"),
-        ("warm_up --tp 0", "a whole number from 1 to 1024"),
-        ("warm_up --cp 0", "a whole number from 1 to 1024"),
-        ("warm_up --processes 0", "a whole number from 1 to 4096"),
-        ("warm_up --multiprocessors 0", "a whole number from 1 to 1024"),
+        ("doctor --heads 1:", "KEY:VALUE, such as 16:32; .* are at most 16384"),
+        ("doctor --head-dim ", "a whole number from 1 to 16384"),
+        ("doctor --tokens ", "a whole number from 1 to 1048576"),
+        ("warm_up --tp ", "a whole number from 1 to 1024"),
+        ("warm_up --cp ", "a whole number from 1 to 1024"),
+        ("warm_up --processes ", "a whole number from 1 to 4096"),
+        ("warm_up --multiprocessors ", "a whole number from 1 to 1024"),
     ],
 )
 def test_the_largest_numbers_of_options_stay(given, said, capsys):
-    name, *words = given.split()
-    with pytest.raises(SystemExit):
-        import_module(f"megatron_gdn.{name}.__main__").main(words)
-    error = capsys.readouterr().err
-    assert re.search(rf" {words[1]} is not {said} \(see --help\)\n$", error), error
+    largest = int(said.split()[-1])
+    for number in (0, largest + 1):
+        # The last option lets a command that takes the number do no work.
+        name, *words = f"{given}{number} --no-work".split()
+        with pytest.raises(SystemExit):
+            import_module(f"megatron_gdn.{name}.__main__").main(words)
+        error = capsys.readouterr().err
+        assert re.search(rf" {words[1]} is not {said} \(see --help\)\n$", error), error
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "fails"),
+    [
+        ("models.__main__", ["tiny"], "_figure_lines"),
+        ("warm_up.__main__", ["--heads", "2:4"], "_compile"),
+        ("launch", ["script.py"], "script_file"),
+        ("launch", [__file__], "import_module"),
+    ],
+)
+def test_an_error_that_no_input_explains_keeps_its_traceback(name, words, fails):
+    command = import_module(f"megatron_gdn.{name}")
+    with (
+        patch.object(command, fails, side_effect=ZeroDivisionError),
+        patch.object(sys, "argv", []),
+        patch.object(sys, "path", ["", *sys.path]),
+        patch.dict(os.environ),
+        pytest.raises(ZeroDivisionError),
+    ):
+        command.main(words)
 
 
 def test_an_option_that_help_does_not_show_is_not_suggested():
@@ -139,6 +166,19 @@ def test_the_example_answers_a_wrong_flag_once_and_before_torch_is_loaded():
         and done.stderr.count("\n") == 1
         and not done.stdout
     )
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [([], "give the script to run"), (["x" * 300], "File name too long: 'xxx")],
+)
+def test_launch_refuses_what_is_no_script(words, said, capsys):
+    launch = import_module("megatron_gdn.launch")
+    with pytest.raises(SystemExit) as end:
+        sys.exit(launch.main(words))
+    assert end.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and said in error and error.count("\n") == 1
 
 
 def test_launch_names_a_script_that_is_not_there_in_one_sentence(tmp_path):

@@ -1,6 +1,7 @@
 """What an import may need, each tried in a process of its own."""
 
 import tomllib
+from importlib import import_module
 
 import pytest
 
@@ -59,11 +60,10 @@ def test_every_name_of_upstreams_module_is_at_the_top(name):
     assert (name in megatron_gdn.__all__) == (not name.startswith("_"))
 
 
-def test_an_unknown_name_is_an_attribute_error():
-    import megatron_gdn
-
-    with pytest.raises(AttributeError, match="GatedDeltaNot"):
-        _ = megatron_gdn.GatedDeltaNot
+@pytest.mark.parametrize("package", ["", ".hf", ".models", ".ops"])
+def test_an_unknown_name_is_an_attribute_error(package):
+    with pytest.raises(AttributeError, match=r"'megatron_gdn.*'GatedDeltaNot'"):
+        _ = import_module(f"megatron_gdn{package}").GatedDeltaNot
 
 
 def test_the_version_is_that_of_pyproject_installed_or_not():

@@ -15,8 +15,9 @@ import torch
 from megatron_gdn.gdn.flash_qla.builds import Heads
 from megatron_gdn.gdn.sizes import GDNDims
 from megatron_gdn.ops import obstacles
+from megatron_gdn.ops.kernels.builds import build_lock
 from megatron_gdn.warm_up import __main__ as warm_up
-from megatron_gdn.warm_up import layers
+from megatron_gdn.warm_up import layers, tasks
 from megatron_gdn.warm_up.__main__ import main, parse
 from megatron_gdn.warm_up.layers import (
     LayerSizes,
@@ -137,18 +138,19 @@ class Built(Exception):
 
 
 @pytest.mark.parametrize(
-    ("use", "expected"),
+    ("use", "cp", "expected"),
     [
-        ("cut", {}),
-        ("rows", {}),
-        ("uncut", {}),
-        ("states", {"linear_cp_mode": "chunkwise", "cp_layout": "contiguous"}),
-        ("whole", {"batch_invariant_mode": True}),
-        ("recompute", {"recompute": "full"}),
+        ("cut", 1, {}),
+        ("cut", 2, {"linear_cp_mode": "headwise", "cp_layout": "zigzag"}),
+        ("rows", 1, {}),
+        ("uncut", 1, {}),
+        ("states", 1, {"linear_cp_mode": "chunkwise", "cp_layout": "contiguous"}),
+        ("whole", 1, {"batch_invariant_mode": True}),
+        ("recompute", 1, {"recompute": "full"}),
     ],
 )
 def test_each_use_runs_a_layer_of_these_sizes_with_the_option_that_needs_its_kernels(
-    use, expected, monkeypatch
+    use, cp, expected, monkeypatch
 ):
     from megatron.core.transformer import spec_utils
 
@@ -167,7 +169,7 @@ def test_each_use_runs_a_layer_of_these_sizes_with_the_option_that_needs_its_ker
         raise Built
 
     monkeypatch.setattr(spec_utils, "build_module", build)
-    sizes = LayerSizes(DIMS, tp=2)
+    sizes = LayerSizes(DIMS, tp=2, cp=cp)
     call = layer_calls(sizes, "auto", [use], 132)[0]
     with pytest.raises(Built):
         layers.run_layer(sizes, call)
@@ -232,16 +234,28 @@ def test_all_are_run_and_a_failure_is_quoted_and_stops_no_other(tmp_path, capfd)
     assert "7 of 7 kernels after " in printed and "compilers" not in printed
 
 
-def test_tasks_begin_in_their_order_and_none_are_no_error(tmp_path):
+@pytest.mark.parametrize(("seconds", "lines"), [(0.0, 3), (1000.0, 1)])
+def test_a_line_is_printed_after_so_many_seconds_and_at_the_end(
+    monkeypatch, capfd, seconds, lines
+):
+    monkeypatch.setattr(tasks, "_SECONDS_BETWEEN_LINES", seconds)
+    run_tasks([Task(name, lambda: True) for name in "abc"], 1)
+    printed = capfd.readouterr().out.splitlines()
+    assert len(printed) == lines and printed[-1].startswith("3 of 3 kernels after ")
+
+
+def test_one_process_runs_tasks_in_their_order_and_none_are_no_error(tmp_path):
     order = tmp_path / "order"
 
     def note(name: str) -> bool:
-        with open(order, "a") as file:
-            file.write(name)
+        for text in (name, name.upper()):  # its begin, its end
+            with open(order, "a") as file:
+                file.write(text)
+            time.sleep(0.02)
         return True
 
     run_tasks([Task(name, partial(note, name)) for name in "dbac"], 1)
-    assert order.read_text() == "dbac"
+    assert order.read_text() == "dDbBaAcC"
     assert run_tasks([], None) == (0, {})
 
 
@@ -290,6 +304,23 @@ def test_every_command_of_the_docs_is_understood(tmp_path, monkeypatch):
         assert layer_calls(
             sizes_from_options(arguments), arguments.linear_cp_mode, arguments.uses, 132
         )
+
+
+@pytest.mark.parametrize("kernels", ["flash_qla", "triton", "flash_qla triton"])
+def test_only_where_flash_qla_is_compiled_must_the_layer_take_it(monkeypatch, kernels):
+    pytest.importorskip("triton", minversion="3.6")
+    arguments = parse(["--heads", "2:4", "--kernels", *kernels.split()])
+    backends = []
+    monkeypatch.setattr(
+        layers, "run_layer", lambda *_, backend, **options: backends.append(backend)
+    )
+    heads = Heads(2, 4, torch.float16)
+    monkeypatch.setattr(layers, "expected_heads", lambda: heads)
+    _, compiled_heads = layers.tasks_of(sizes_from_options(arguments), arguments)
+    if "flash_qla" in kernels:
+        assert set(backends) == {"flash_qla"} and compiled_heads == {heads}
+    else:
+        assert set(backends) == {"auto"} and not compiled_heads
 
 
 @pytest.mark.slow
@@ -413,11 +444,29 @@ def test_the_command_ends_with_the_run_that_started_it(monkeypatch):
     )
     process.start()
     began.wait(PATIENCE)
+    os.write(writing, b"not the end")
     process.join(0.5)
     assert process.is_alive()
     os.close(writing)
     process.join(PATIENCE)
     assert process.exitcode == -signal.SIGKILL
+
+
+def test_a_command_for_a_run_needs_no_lock_which_the_run_holds(
+    tmp_path, monkeypatch, capfd
+):
+    pytest.importorskip("triton", minversion="3.6")
+    keep_cache_in(tmp_path, monkeypatch)
+    heads = Heads(16, 32, torch.float16)
+    found = [Task("kernel", lambda: True)], {heads}
+    monkeypatch.setattr(layers, "tasks_of", lambda *of: found)
+    reading, _ = os.pipe()
+    with build_lock(heads.lock, "the run"):
+        process = FORK.Process(target=_compile_for_a_run, args=(reading, FORK.Event()))
+        process.start()
+        process.join(PATIENCE)
+        process.kill()
+    assert "1 of 1 are ready" in capfd.readouterr().out
 
 
 def _after_closing(writing: int, *arguments) -> None:
