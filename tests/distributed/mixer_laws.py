@@ -10,7 +10,7 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.transformer.module import Float16Module
 
-from megatron_gdn import SequenceLayout
+from megatron_gdn import SequenceLayout, set_documents, static_packed_seq_params
 from megatron_gdn.context_parallel import local_indices
 from tests.distributed.layer_laws import forward_backward, thd
 from tests.parallel import (
@@ -73,12 +73,14 @@ def parallel_equals_one_rank(
     layout: str = "zigzag",
     mode: str | None = None,
     own_cp_group: bool = False,
+    fixed_buffers: bool = False,
     changes: dict | None = None,
     **options,
 ) -> None:
     """Output and every gradient; in deterministic mode twice, to the bit. ``lengths``
     are slots if ``real_lengths`` are given; under ``own_cp_group`` PackedSeqParams
-    alone bring the group."""
+    alone bring the group. With ``fixed_buffers`` the ranks' documents are written over
+    the one document with which their tables were made."""
     if tree is not None:
         lengths = tree.slots
     if lengths is not None:
@@ -134,11 +136,17 @@ def parallel_equals_one_rank(
         )
         mixers.copy_shares(mixer, one)
         ddp = in_ddp(mixer, grad_reduce_in_fp32=dtype == torch.float32)
+        params = packed(**brought)
+        if fixed_buffers:
+            params = static_packed_seq_params(tokens, len(lengths), device="cpu")
+            with torch.no_grad():
+                output(ddp, x.detach()[mine], params)
+            set_documents(params, thd(lengths).cu_seqlens_q)
         found = []
         for _repeat in range(2 if config.deterministic_mode else 1):
             ddp.zero_grad_buffer()
             x_mine = x.detach()[mine].requires_grad_()
-            y_mine = output(ddp, x_mine, packed(**brought))
+            y_mine = output(ddp, x_mine, params)
             (y_mine * weight[mine]).sum().backward()
             reduce_gradients(ddp)
             grads = [p.main_grad.clone() for p in mixer.parameters()]

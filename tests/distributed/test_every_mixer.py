@@ -51,6 +51,29 @@ def test_every_scheme_and_layout_equals_one_rank(pools, layout, mode, packed, mi
     )
 
 
+@pytest.mark.each_pair
+@pytest.mark.parametrize(
+    "mixers", [GDN, GDP, MAMBA2, KDA], ids=["gdn", "gdp", "mamba2", "kda"]
+)
+@pytest.mark.parametrize("cp", [2, 4])
+@modes
+@pytest.mark.parametrize("layout", ["zigzag", "zigzag_buffer", "contiguous"])
+def test_fixed_buffers_equal_one_rank(pools, layout, mode, cp, mixers):
+    """They are full: where the whole buffer is cut, two ranks hold one piece more than
+    there are documents."""
+    lengths = UNEQUAL if layout == "zigzag" else (3, 25, 3, 1)
+    pools(cp).run(
+        parallel_equals_one_rank,
+        mixers,
+        1,
+        cp,
+        lengths=lengths,
+        layout=layout,
+        mode=mode,
+        fixed_buffers=True,
+    )
+
+
 @pytest.mark.each_value
 @pytest.mark.parametrize(
     "mixers",

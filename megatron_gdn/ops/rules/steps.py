@@ -10,8 +10,6 @@ decays the state, and only the output of its last row is used.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from torch import Tensor
 
 from ..documents import Documents
@@ -144,24 +142,9 @@ class StepsBackward(RuleBackward):
     def run(
         self, initial: Tensor | None = None, d_final: Tensor | None = None
     ) -> Gradients:
-        """The gradients of the tokens' inputs; ``initial`` and ``d_final`` are
-        ``[N, H, K, V]`` or None (zeros)."""
-        return self._gradients_of_tokens(self._inner.run(initial, d_final))
-
-    def run_with_d_initial(
-        self,
-        initial: Tensor | None,
-        d_final: Tensor | None,
-        maps: Callable[[], StateMap],
-    ) -> tuple[Gradients, Tensor]:
-        """The gradients of the tokens' inputs, and of the initial states; ``maps()``
-        gives the forward's state maps."""
-        grads, d_initial = self._inner.run_with_d_initial(initial, d_final, maps)
-        return self._gradients_of_tokens(grads), d_initial
-
-    def _gradients_of_tokens(self, grads: Gradients) -> Gradients:
-        """The gradients of the tokens' inputs, from those of the rows; the transpose of
-        :func:`spread_steps`."""
+        """The gradients of the tokens' inputs, the transpose of :func:`spread_steps`;
+        ``initial`` and ``d_final`` are ``[N, H, K, V]`` or None (zeros)."""
+        grads = self._inner.run(initial, d_final)
         steps = self._steps
 
         def rows_to_heads(x: Tensor) -> Tensor:
