@@ -63,4 +63,16 @@ def test_the_norm_is_recomputed_without_megatrons_extension(cp, mode, options, c
     again.train().requires_grad_(False)  # frozen: nothing is freed, for no backward
     out, _ = again(x, None, packed_seq_params=packed)
     assert torch.equal(out, expected["output"])
-    assert again(x[:0], None)[0].shape == (0, 1, 24)
+
+
+@on_ranks(cp=2)
+def test_a_micro_batch_without_tokens_has_nothing_to_compute_again():
+    config = make_config(context_parallel_size=2)
+    for mode in ("headwise", "chunkwise"):
+        layer = layer_with(
+            config, groups_of_megatron(), False, linear_cp_mode=mode, recompute="light"
+        )
+        out, _ = layer(torch.zeros(0, 1, 24), None)
+        assert out.shape == (0, 1, 24)
+        out.sum().backward()
+        assert layer.in_proj.weight.grad.eq(0).all()

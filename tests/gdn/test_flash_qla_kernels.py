@@ -262,6 +262,25 @@ def test_a_kernel_that_tilelang_has_not_kept_is_not_there(cache):
     assert entry.exists()
 
 
+def test_an_entry_is_of_one_kernel_with_its_settings_and_one_gpu(cache):
+    def entry(args=(32,), options=(), arch="9.0", **changes):
+        kernel = Kernel(cache)
+        vars(kernel).update(changes)
+        return cache_entry(kernel, args, dict(options), arch)
+
+    entries = {
+        entry(),
+        entry((16,)),
+        entry(options={"dtype": "bf16"}),
+        entry(arch="10.0"),
+        entry(func_source="def another(H): ..."),
+        entry(pass_configs={"fast_math": False}),
+        entry(pass_configs=None),
+    }
+    assert len(entries) == 7
+    assert entry(pass_configs=None) == entry(pass_configs={})
+
+
 def test_a_copy_of_the_cache_elsewhere_has_its_kernels(tmp_path, monkeypatch):
     (tmp_path / "here").mkdir()
     kernel = Kernel(tmp_path / "here")

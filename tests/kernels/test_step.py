@@ -16,6 +16,7 @@ from tests.gdn_mixer import gated_delta_mixer
 from tests.inference.row_mixers import (
     Parameters,
     copied,
+    documents_of,
     gdn2_kind,
     gdn_kind,
     gdp_kind,
@@ -264,6 +265,17 @@ def test_prefill_and_steps_have_the_bits_of_training(kind, device):
     assert torch.equal(mixed, whole[61:])
     assert torch.equal(steps.state[:, 2], steps.state[:, 0])
     assert not torch.equal(steps.state[:, 2], steps.state[:, 3])
+
+
+@pytest.mark.parametrize("kind", [GDN, MAMBA2], ids=["gdn", "mamba2"])
+def test_documents_on_the_grid_have_the_bits_of_each_alone(kind, device):
+    rows = kind.rows(12).to(device)
+    stages = on_the_grid(kind, rows)
+    documents = documents_of((5, 7), device)
+    with torch.no_grad():
+        packed = mix(rows, stages, SequenceContext(documents))
+        alone = [mix(x, stages, SequenceContext(None)) for x in rows.split((5, 7))]
+    assert torch.equal(packed, torch.cat(alone))
 
 
 @pytest.mark.parametrize("size", [1, 4096, 4097])

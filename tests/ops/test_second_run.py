@@ -12,7 +12,9 @@ from megatron_gdn.ops.delta_rule.base import HeadSizes
 from megatron_gdn.ops.delta_rule.plain import PlainRule
 from megatron_gdn.ops.recompute import RefilledOutput
 from megatron_gdn.ops.rules.base import Bits
+from megatron_gdn.ops.rules.steps import RuleOfSteps
 from tests.gdn.stand_ins import flash_qla_rule, forget_plans
+from tests.inference.row_mixers import GDP
 
 from .test_mixer import (
     CASES,
@@ -41,8 +43,44 @@ class Counting(PlainRule):
         return super().begin(inputs, documents)
 
 
+class KeepsDecay(PlainRule):
+    """As rules of kernels: its backward reads what the forward saved of g, and no g."""
+
+    backward_reads = PlainRule.backward_reads - {"g"}
+
+    def begin(self, inputs, documents):
+        begun = super().begin(inputs, documents)
+        run = begun.run
+
+        def run_and_keep(*states, **options):
+            made = run(*states, **options)
+            tensors = (*made.saved.tensors, inputs.g)
+            return made._replace(saved=made.saved._replace(tensors=tensors))
+
+        begun.run = run_and_keep
+        return begun
+
+    def begin_backward(self, d_o, inputs, saved, documents):
+        assert inputs.g is None
+        *tensors, g = saved.tensors
+        saved = saved._replace(tensors=tuple(tensors))
+        return super().begin_backward(d_o, inputs._replace(g=g), saved, documents)
+
+
+def test_steps_of_a_rule_whose_backward_does_not_read_every_input():
+    rows = GDP.rows(9, dtype=torch.float64).requires_grad_()
+    parameters = GDP.draw(torch.float64)
+    found = []
+    for rule in (PlainRule(), KeepsDecay()):
+        mixed = GDP.train(rows, parameters, RuleOfSteps(rule, 2), None)
+        found += torch.autograd.grad(mixed.square().sum(), rows)
+    assert torch.equal(*found)
+
+
 @pytest.mark.parametrize(
-    "rule", [PlainRule(), PlainRule(Bits.ON_GRID)], ids=["plain", "on the grid"]
+    "rule",
+    [PlainRule(), PlainRule(Bits.ON_GRID), KeepsDecay()],
+    ids=["plain", "on the grid", "keeps its decay"],
 )
 @pytest.mark.parametrize("name", CASES)
 def test_a_second_run_changes_no_bit(name, rule):

@@ -206,9 +206,7 @@ class Wave:
 
 def fragments_in_wave(positions_s: Tensor) -> tuple[WaveFragment, ...]:
     """The fragments of one rank's wave. ``positions_s``, a CPU tensor, has the sequence
-    position of each token; in a fragment they are successive numbers."""
-    if not positions_s.numel():
-        return ()
+    position of each token, at least one; in a fragment they are successive numbers."""
     breaks = (positions_s.diff() != 1).nonzero().flatten() + 1
     bounds = [0] + breaks.tolist() + [len(positions_s)]
     first_positions = positions_s[bounds[:-1]].tolist()

@@ -34,14 +34,13 @@ def spread_steps(inputs: Inputs, steps: int) -> Inputs:
     last; their other rows are zeros.
     """
 
-    def heads_to_rows(x: Tensor | None) -> Tensor | None:
-        """``[B, n S, H, ...]`` from ``x [B, S, n H, ...]``; None stays None."""
-        if x is None:
-            return None
+    def heads_to_rows(x: Tensor) -> Tensor:
+        """``[B, n S, H, ...]`` from ``x [B, S, n H, ...]``."""
         return x.unflatten(2, (steps, -1)).flatten(1, 2)
 
     def to_row(x: Tensor | None, row: int) -> Tensor | None:
-        """``[B, n S, ...]``: ``x [B, S, ...]`` in row number ``row`` of each token."""
+        """``[B, n S, ...]``: ``x [B, S, ...]`` in row number ``row`` of each token; None
+        stays None."""
         if x is None:
             return None
         return _with_zero_rows(x, row, steps)
