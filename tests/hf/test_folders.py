@@ -9,7 +9,7 @@ import re
 import shutil
 import sys
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -388,6 +388,16 @@ def test_progress_is_shown_on_a_terminal_alone(monkeypatch, capsys):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     assert list(progress_bar([3, 4], "export")) == [3, 4]
     assert "export: 100%" in capsys.readouterr().err
+
+
+def test_a_safetensors_that_fails_otherwise_is_not_called_missing(monkeypatch):
+    class Broken(ModuleType):
+        def __getattr__(self, name):
+            raise KeyError(name)
+
+    monkeypatch.setitem(sys.modules, "safetensors", Broken("safetensors"))
+    with pytest.raises(KeyError):
+        main(["flags", "folder"])
 
 
 def test_an_error_half_way_leaves_nothing_behind(copy, tmp_path, refused, monkeypatch):

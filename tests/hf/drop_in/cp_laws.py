@@ -211,6 +211,11 @@ def gates_that_alone_are_sharded() -> None:
     expected = theirs(tokens, use_cache=False).logits
     assert torch.equal(ours(tokens, use_cache=False).logits, expected)
     assert list(get_model_state_dict(ours)) == list(theirs.state_dict())
+    values = {key: 1.25 * x for key, x in theirs.state_dict().items()}
+    whole = StateDictOptions(full_state_dict=True)
+    set_model_state_dict(ours, dict(values), options=whole)
+    found = get_model_state_dict(ours, options=whole)
+    assert all(torch.equal(found[key], value) for key, value in values.items())
     with pytest.raises(RuntimeError, match=r"\(perhaps it was sharded\)"):
         patched.undo()
 
