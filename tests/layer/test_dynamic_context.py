@@ -10,6 +10,7 @@ from functools import partial
 
 import pytest
 import torch
+from megatron.core.inference.batch_dimensions_utils import InferenceBatchDimensions
 from megatron.core.inference.config import InferenceConfig, MambaInferenceStateConfig
 from megatron.core.inference.contexts.dynamic_context import DynamicInferenceContext
 from megatron.core.inference.inference_request import DynamicInferenceRequest
@@ -45,12 +46,12 @@ def with_aligned(*quick: str) -> list:
     return [*KINDS, *chosen, *slow]
 
 
-def make_layer(kind):
+def make_layer(kind, **options):
     name, *mode = kind.split()
     if name == "kda_full":
-        layer = whole("kda", **FULL_GATES)
+        layer = whole("kda", **FULL_GATES, **options)
     else:
-        layer = whole(name)
+        layer = whole(name, **options)
     layer.config.batch_invariant_mode = bool(mode)
     return layer.eval()
 
@@ -240,6 +241,42 @@ def test_speculated_tokens_can_be_taken_back(kind):
         served.fed[number] = [*kept, int(token[place])]
         served.found[number] = [*served.found[number][: len(kept)], out[0, place]]
     served.hold(0, 1)
+
+
+@pytest.mark.parametrize("speculative", [0, 2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_prompts_follow_the_requests_that_decode(kind, speculative):
+    """Each with all its tokens. The step has room for more requests that decode, as the
+    dimensions of a CUDA graph do, and the rows of this room are those of the prompts.
+    """
+    layer = make_layer(kind)
+    served = Served(layer, make_context(layer, speculative=speculative))
+    context = served.context
+    context.add_request(served.request(0, 6))
+    served.go_on(served.step())
+    context.add_request(served.request(1, 9))
+    context.add_request(served.request(2, 2))
+    room = InferenceBatchDimensions(32, prefill_req_count=2, decode_req_count=2)
+    context.cuda_graph_batch_dimensions_list = [room]
+    served.go_on(served.step())
+    assert context.padded_batch_dimensions.decode_req_count == 2
+    assert context.batch_dimensions.decode_req_count == 1
+    context.cuda_graph_batch_dimensions_list = []
+    served.step()
+    assert len(served.fed[1]) == 9 + 1 + speculative
+    served.hold(0, 1, 2)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_later_pipeline_stage_has_buffers_of_its_own_layers(kind):
+    """Its first recurrent layer has the first of them, whatever its number."""
+    layer = make_layer(kind, pp_layer_offset=3)
+    layer.layer_number += 3
+    served = Served(layer, make_context(layer))
+    served.context.add_request(served.request(0, 5))
+    served.go_on(served.step())
+    served.step()
+    served.hold(0)
 
 
 def test_windows_hold_the_last_inputs_of_the_convolution():

@@ -11,9 +11,12 @@ import torch
 from torch import nn
 from transformers.activations import ACT2FN
 
+from megatron_gdn import SequenceLayout
 from megatron_gdn.compat.tested import TESTED_VERSIONS, VersionRange, warn_of_untested
 from megatron_gdn.hf import PackingCollator, SSMGate, context_parallel_share, patch
 from megatron_gdn.hf.drop_in import patching
+from megatron_gdn.hf.drop_in.batch import ModelBatch
+from megatron_gdn.mixers.packing import MicroBatchShare
 from tests.hf.drop_in.conftest import (
     DENSE,
     FAMILIES,
@@ -362,6 +365,41 @@ def test_a_patch_that_fails_halfway_leaves_the_model_as_it_was(
     for ours, theirs in zip(model.modules(), before.modules(), strict=True):
         assert type(ours) is type(theirs)
         assert len(ours._forward_pre_hooks) == len(theirs._forward_pre_hooks)
+
+
+def pieces_of_rank(tokens: torch.Tensor, size: int, rank: int) -> list[int]:
+    """Two of ``2 * size`` pieces, in the order of the tokens."""
+    pieces = tokens.chunk(2 * size)
+    return torch.cat([pieces[rank], pieces[2 * size - 1 - rank]]).tolist()
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_share_in_zigzag_has_two_pieces_of_every_document(size):
+    lengths = [4 * size, 2 * size, 6 * size]
+    offsets = torch.tensor([0, *lengths]).cumsum(0)
+    tokens = torch.arange(sum(lengths))
+    batch = {"input_ids": tokens[None], "cu_seq_lens_q": offsets}
+    for rank in range(size):
+        by_document = [
+            pieces_of_rank(document, size, rank) for document in tokens.split(lengths)
+        ]
+        found = context_parallel_share(batch, Mesh(size, rank), "zigzag")
+        assert found["input_ids"].tolist() == [sum(by_document, [])]
+        assert torch.equal(found["cu_seq_lens_q"], offsets)
+        found = context_parallel_share(batch, Mesh(size, rank), "zigzag_buffer")
+        assert found["input_ids"].tolist() == [pieces_of_rank(tokens, size, rank)]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_positions_of_a_share_that_is_not_packed_are_those_of_its_tokens(size):
+    tokens = torch.arange(4 * size)
+    layout = SequenceLayout.ZIGZAG_BUFFER
+    for rank in range(size):
+        share = MicroBatchShare(
+            None, object(), size, rank, layout, (len(tokens),), tokens.device
+        )
+        expected = [pieces_of_rank(tokens, size, rank)]
+        assert ModelBatch(share).positions.tolist() == expected
 
 
 def test_a_share_cuts_or_refuses_whatever_has_the_tokens():

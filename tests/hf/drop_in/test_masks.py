@@ -12,13 +12,14 @@ from transformers.masking_utils import sdpa_mask
 from megatron_gdn import unpad_data
 from megatron_gdn.context_parallel.gathered import LocalDocument
 from megatron_gdn.hf import patch
-from megatron_gdn.hf.drop_in.batch import ModelBatch
+from megatron_gdn.hf.drop_in.batch import ModelBatch, resolve_batch
 from megatron_gdn.hf.drop_in.patching import (
     GATHERED_ATTENTION,
     _mask_of_documents,
     gathered_attention,
 )
-from tests.hf.drop_in.conftest import DENSE, NEXT, VISION
+from megatron_gdn.hf.drop_in.sources import BoundarySources
+from tests.hf.drop_in.conftest import DENSE, KIMI, NEXT, VISION, mixer_of
 from tests.hf.drop_in.test_sources import block_mask
 from tests.hf.tiny_models import cache_name
 from tests.parallel import assert_close
@@ -256,6 +257,28 @@ def test_offsets_and_indices_are_the_mask_that_they_were_made_of(
         torch.autograd.grad(each.square().sum(), x) for each in (y, expected)
     )
     assert torch.equal(gradient, wanted)
+
+
+@pytest.mark.parametrize("family", [DENSE, KIMI])
+def test_padding_of_a_row_that_is_one_document_has_the_output_zero(patched, family):
+    """In the mixer's own forward, where the convolution reaches over the row's end and
+    a gate of zeros may be 1/2."""
+    layer = mixer_of(patched(family, unpacked="fused").double())
+    x = torch.randn(2, 6, 24, dtype=torch.float64, requires_grad=True)
+    mask = torch.tensor([[1] * 6, [1] * 4 + [0] * 2])
+    y = layer(x, attention_mask=mask)
+    assert (y[1, 4:] == 0).all()
+    assert_close("tokens", y[1:, :4], layer(x[1:, :4]), 1e-5)
+    (gradient,) = torch.autograd.grad(y[1, 4:].sum(), x)
+    assert (gradient == 0).all()
+
+
+def test_positions_count_in_each_document_and_are_zero_at_padding():
+    ids = torch.tensor([[1, 1, 1, 0, 2, 2, 0], [0, 0, 1, 1, 2, 0, 0]])
+    options = SimpleNamespace(cp_mesh=None, cp_layout="zigzag_buffer")
+    sources = BoundarySources(packed_seq_ids=ids)
+    batch = resolve_batch(options, sources, torch.zeros(2, 7, 4), None)
+    assert batch.positions.tolist() == [[0, 1, 2, 0, 0, 1, 0], [0, 0, 0, 1, 0, 0, 0]]
 
 
 @pytest.mark.parametrize("unpacked", ["transformers", "fused"])
