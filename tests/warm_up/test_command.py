@@ -98,29 +98,37 @@ def test_the_calls_of_a_rank_and_the_ranks_that_share_one(tp, cp, mode, found):
     calls = layer_calls(LayerSizes(DIMS, tp, cp), mode, None, 132)
     assert {(call.use, call.cp) for call in calls} == found
     for call in calls:
-        assert call.tokens % (2 * call.cp * (call.documents or 1)) == 0
+        assert call.tokens % (16 * call.cp * (call.documents or 1)) == 0
         assert (call.rows > 1) == (call.use == "rows")
 
 
+@pytest.mark.parametrize("cp", [1, 2])
 @pytest.mark.parametrize("tp", [1, 2, 4])
 @pytest.mark.parametrize("multiprocessors", [66, 114, 132, 148])
-def test_pieces_of_ranks_reach_each_kernel_that_documents_reach(tp, multiprocessors):
-    """FlashQLA takes one of three kernels by sequences * heads / multiprocessors."""
+def test_documents_and_pieces_of_ranks_reach_each_kernel_that_any_number_reaches(
+    tp, multiprocessors, cp
+):
+    """FlashQLA takes one of three kernels by sequences * heads / multiprocessors. In
+    headwise ranks share the heads of documents, in chunkwise each has all of them."""
 
-    def kernels_of(use: str) -> set[int]:
-        calls = layer_calls(LayerSizes(DIMS, tp), "auto", [use], multiprocessors)
+    def kernel_of(sequences: int, heads: int) -> int:
+        share = sequences * heads / multiprocessors / 0.7
+        return (share >= 1) + (share >= 0.5)
+
+    for use in ("uncut", "states"):
+        calls = layer_calls(LayerSizes(DIMS, tp, cp), "auto", [use], multiprocessors)
         heads = DIMS.num_value_heads // tp
-        numbers = [call.documents or 1 for call in calls]
-        if use == "states":
-            numbers = [
+        sequences = [call.documents for call in calls]
+        if use == "uncut":
+            heads //= cp
+        else:
+            sequences = [
                 n if call.layout == "contiguous" else 2 * n
-                for n, call in zip(numbers, calls, strict=True)
+                for n, call in zip(sequences, calls, strict=True)
             ]
-        full = [n * heads / multiprocessors / 0.7 for n in numbers]
-        return {(share >= 1) + (share >= 0.5) for share in full}
-
-    assert kernels_of("states") == kernels_of("uncut")
-    assert 2 in kernels_of("uncut")
+            assert all(call.tokens // call.cp >= 208 for call in calls)  # of a rank
+        reached = {kernel_of(n, heads) for n in range(1, multiprocessors)}
+        assert {kernel_of(n, heads) for n in sequences} == reached, use
 
 
 def test_recompute_makes_the_calls_of_training_without_it():
