@@ -98,6 +98,13 @@ def test_fixed_buffers_in_whose_place_others_were_put_are_refused(changes):
     assert resolve_packed_seq_params(params, 12, CPU).boundaries is params.cu_seqlens_q
 
 
+def test_boundaries_of_keys_may_be_left_out_of_fixed_buffers():
+    params = static_packed_seq_params(12, 2, device="cpu")
+    params.cu_seqlens_kv = None
+    params = replace(params, max_seqlen_kv=None)
+    assert resolve_packed_seq_params(params, 12, CPU).boundaries is params.cu_seqlens_q
+
+
 @pytest.mark.parametrize(
     ("tokens", "device"), [(11, CPU), (12, torch.device("meta"))], ids=str
 )

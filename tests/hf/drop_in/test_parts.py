@@ -122,6 +122,41 @@ def test_a_leak_names_the_documents_and_how_much_they_change(fresh):
         assert_no_packing_leak(mixer_of(fresh(DENSE)), (3, 4))
 
 
+class Leaking(nn.Module):
+    """The last token of the row reads the first one."""
+
+    hidden_size = 3
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+        self.given = []
+
+    def forward(self, x, **_):
+        self.given.append(x)
+        return torch.cat([x[:, :-1], x[:, -1:] + x[:, :1]], 1)
+
+
+@pytest.mark.parametrize("draw", range(4))
+def test_a_reach_is_the_largest_change_of_any_number_of_a_document(draw):
+    """To two roundings of sums of up to 8."""
+    layer = Leaking()
+    reach = packing_reach(layer, (2, 3, 4), seed=draw)
+    row, *replaced = (x[0] for x in layer.given)
+    spans = (0, 2), (2, 5), (5, 9)
+    expected = torch.zeros(3, 3)
+    for i, (start, end) in enumerate(spans):
+        expected[i, i] = (replaced[i] - row)[start:end].abs().max()
+    expected[0, 2] = (replaced[0] - row)[0].abs().max()
+    close = {"rtol": 0, "atol": 2 * 8 * 2**-24}
+    torch.testing.assert_close(reach.change, expected, **close)
+    row[-1] += row[0]
+    largest = [row[start:end].abs().max() for start, end in spans]
+    torch.testing.assert_close(reach.largest, torch.stack(largest), **close)
+    bound = float(expected[0, 2] / max(largest))
+    assert reach.leaks(0.99 * bound) == [(0, 2)] and reach.leaks(1.01 * bound) == []
+
+
 class StandIn(ContextParallelTrainerMixin):
     """The mixin over ranks, with what it reads of transformers' Trainer."""
 
