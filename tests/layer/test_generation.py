@@ -9,8 +9,17 @@ from megatron.core.inference.contexts import StaticInferenceContext
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch.nn.functional import gelu, linear, silu, softplus
 
-from megatron_gdn.inference import roll_back
+from megatron_gdn.inference import (
+    gdn2_rows,
+    gdn_rows,
+    gdp_rows,
+    kda_rows,
+    mamba2_rows,
+    prefill,
+    roll_back,
+)
 from megatron_gdn.mixers.static_context import MOST_DECODED
+from megatron_gdn.ops.stages import GatedNorm
 from megatron_gdn.testing import RowByRow
 from tests.distributed.layer_laws import thd
 from tests.distributed.mixers import (
@@ -18,6 +27,7 @@ from tests.distributed.mixers import (
     FULL_GATES,
     GDN,
     OLMO_HYBRID,
+    in_fp64,
     whole,
 )
 from tests.processes import ROOT
@@ -364,3 +374,74 @@ def test_a_context_begun_again_with_other_rows_rolls_these_back(kind):
     with torch.no_grad():
         expected, _ = layer(other)
     torch.testing.assert_close(step(layer, other[6:], context), expected[6:], **CLOSE)
+
+
+# A layer's kind and options, the function of its rows, and the same of the function.
+SETTINGS = {
+    "gdn": ("gdn", {}, gdn_rows, {}),
+    "write strengths up to 2": (
+        "gdn",
+        {"allow_neg_eigval": True},
+        gdn_rows,
+        {"allow_neg_eigval": True},
+    ),
+    "gdn, any length": (
+        "gdn",
+        {"use_qk_l2norm": False},
+        gdn_rows,
+        {"normalise_qk": False},
+    ),
+    "gdn2": ("gdn2", {}, gdn2_rows, {}),
+    "gdn2, any length": (
+        "gdn2",
+        {"use_qk_l2norm": False},
+        gdn2_rows,
+        {"normalise_qk": False},
+    ),
+    "gdp": ("gdp", {}, gdp_rows, {}),
+    "kda": ("kda", {}, kda_rows, {}),
+    "bounded decay": (
+        "kda",
+        {"gate_lower_bound": -5.0},
+        kda_rows,
+        {"lower_bound": -5.0},
+    ),
+    "mamba2": ("mamba2", {}, mamba2_rows, {}),
+    "bounded time steps": (
+        "mamba2",
+        {"dt_limit": (0.3, 0.6)},
+        mamba2_rows,
+        {"dt_limit": (0.3, 0.6)},
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "rows_of_mixer", "settings"), SETTINGS.values(), ids=SETTINGS
+)
+def test_stages_from_tensors_compute_what_the_layer_computes(
+    kind, options, rows_of_mixer, settings
+):
+    """Also where a norm spans a group of heads, of which its function is not told."""
+    layer = in_fp64(kind, **options).eval()
+    x = torch.randn(7, 2, layer.config.hidden_size, dtype=torch.float64)
+    with torch.no_grad():
+        rows = layer.project(x)
+        expected = layer.stages_of_whole_sequences(rows)
+        *parameters, gamma = expected.parameters
+        activation = "sigmoid" if kind == "kda" else "silu"
+        norm = GatedNorm(gamma, layer.config.layernorm_epsilon, activation=activation)
+        made = rows_of_mixer(
+            rows,
+            *parameters,
+            expected.table.layout,
+            rule=expected.rule,
+            norm=norm,
+            **settings,
+        )
+        found = []
+        for stages in (made, expected):
+            memory = stages.memory_shape.zeros(2, rows.dtype, rows.device)
+            mixed = prefill(rows, stages, memory, begins=True)
+            found.append((mixed, memory.history, memory.state))
+    torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
