@@ -15,8 +15,13 @@ from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_gdn import SequenceLayout
+from megatron_gdn.compat.observe import log_once
 from megatron_gdn.context_parallel import local_indices
-from megatron_gdn.mixers.loader_layout import LoaderLayout, launch_arguments
+from megatron_gdn.mixers.loader_layout import (
+    LoaderLayout,
+    _layout_of_sources,
+    launch_arguments,
+)
 from megatron_gdn.specs import hybrid_stack_spec
 from tests.distributed.layer_laws import build_layer, thd
 from tests.parallel import (
@@ -248,3 +253,19 @@ def test_a_packing_scheduler_of_newer_megatrons_decides_in_place_of_flags():
         assert layout.of_packed() is SequenceLayout.ZIGZAG_BUFFER
         launch_arguments()["sequence_packing_scheduler"] = "dp_balanced"
         assert layout.of_packed() is SequenceLayout.ZIGZAG
+
+
+def test_the_log_says_which_cut_is_taken_and_who_names_it(caplog):
+    caplog.set_level("INFO", logger="megatron_gdn")
+    for cached in (log_once, _layout_of_sources):
+        cached.cache_clear()
+    layout = LoaderLayout("auto", make_config())
+    for mode in (None, "contiguous"):
+        layout.of_packed(mode)
+    cuts = [text.partition(": ")[2] for text in caplog.messages]
+    assert cuts == [
+        "packed documents are taken as cut 'zigzag' over context-parallel ranks (no "
+        "setting names a layout)",
+        "packed documents are taken as cut 'contiguous' over context-parallel ranks "
+        "(packed_seq_params.cp_partition_mode='contiguous')",
+    ]
