@@ -147,6 +147,11 @@ def test_every_part_to_recompute_is_recomputed_or_named(core, log):
         assert sum(switched) + bool(said(log)) == part.startswith("gdn"), part
 
 
+def test_an_activation_of_the_output_gate_that_is_not_known_is_refused():
+    with pytest.raises(ValueError, match="output_gate_activation='tanh'; use one of"):
+        build(gdn_output_gate_activation="tanh")
+
+
 def test_parts_to_recompute_that_are_not_known_are_named(log):
     layer = selective("gdn_qkv", "gdn_norm_out")
     assert (layer.recompute_qkv, layer.recompute_norm_out) == (False, True)

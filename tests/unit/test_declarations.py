@@ -325,6 +325,17 @@ def test_zip_is_given_as_many_of_each():
     assert pairs > 60 and others == UNEQUAL
 
 
+def test_a_checkpoint_of_torch_is_not_reentrant():
+    """torch's default is; it warns, and its backward refuses `autograd.grad`."""
+    checkpoints = {
+        path: keywords.get("use_reentrant")
+        for path, call, keywords, _ in calls("**/*.py", "specs/*.py")
+        if ast.unparse(call.func) == "checkpoint"
+    }
+    megatrons_own = {"mixers/base.py": None}
+    assert checkpoints == megatrons_own | {"ops/mixer.py": "False"}
+
+
 def test_a_table_says_its_device_and_its_dtype():
     """Else both follow torch's defaults, and an empty list makes a table in fp32.
 

@@ -387,7 +387,11 @@ def a_mask_in_a_dict_is_passed_on() -> None:
     text = build("Qwen3_5ForCausalLM").model
     patch(text, cp_mesh=mesh())
     ids = torch.tensor([[1] * 5 + [2] * 11])[:, own_positions("zigzag_buffer", 16)]
-    for mask in (object(), torch.ones(1, 1, 8, 16, dtype=torch.bool)):
+    for mask in (
+        object(),
+        torch.ones(1, 1, 8, 16, dtype=torch.bool),
+        torch.ones(1, 16),  # linear attention gets no such mask of all ranks' tokens
+    ):
         told = {"input_ids": ids, "_packed_seq_ids": ids}
         told["attention_mask"] = {"full_attention": mask}
         given = prepare_forward(text, DropInOptions(cp_mesh=mesh()), told)
