@@ -213,3 +213,14 @@ def test_16_bit_values_that_are_assigned_become_fp32(fresh, family):
 def key_of(state, name: str) -> str:
     """The key of the first layer's gate parameter ``name``."""
     return next(key for key in state if key.endswith(name))
+
+
+@pytest.mark.parametrize("family", [DENSE, KIMI])
+def test_gates_that_were_replaced_by_rounded_ones_run_in_no_forward(fresh, family):
+    model = fresh(family)
+    patch(model, unpacked="transformers")
+    owner = gate_owner(mixer_of(model))
+    owner.A_log = nn.Parameter(owner.A_log.detach().bfloat16())
+    for told in ({}, {"_packed_seq_ids": IDS}):
+        with pytest.raises(ValueError, match="A_log reached the layer in torch.bfloa"):
+            model(TOKENS, use_cache=False, **told)
