@@ -127,6 +127,18 @@ def test_every_gradient_equals_autograd_through_the_twin(
     assert (got.conv_bias is None) == (case.conv_bias is None)
 
 
+@pytest.mark.parametrize("tile", [None, SMALL_WALK], ids=["table", "small"])
+def test_a_document_of_one_token_that_holds_nan_changes_no_other_gradient(device, tile):
+    """The tokens after it do not exist, and read no token before them."""
+    case = Case(device, S=9, lengths=(8, 1), sizes=HeadSizes(1, 2, 8, 16))
+    grads = case.grads(False)
+    clean, _ = backward("triton", case, grads, tile=tile)
+    case.proj[-1] = torch.nan
+    spoilt, _ = backward("triton", case, grads, tile=tile)
+    assert torch.equal(spoilt[:-1].nan_to_num(7), clean[:-1].nan_to_num(7))
+    assert spoilt[-1].isnan().all()
+
+
 @few("S63-3to6", "packed-1to3")
 def test_write_strengths_up_to_2_and_their_gradient_equal_the_twin(case):
     options = {"allow_neg_eigval": True}

@@ -215,7 +215,7 @@ def _find_documents(
     sources = _gather_sources(sources, rows, share)
     ids = document_ids(sources, rows, sum(share.lengths))
     mask = sources.attention_mask
-    if ids is None and share.group is not None and mask is not None:
+    if ids is None and share.group is not None and mask is not None and mask.numel():
         ids = (mask != 0).long()
     if ids is None:
         is_token = None
@@ -457,7 +457,7 @@ def context_parallel_share(
         raise ValueError(
             f"the batch has no input_ids to be cut by; it has {', '.join(batch)}."
         )
-    rows, tokens = batch["input_ids"].shape
+    rows, tokens = batch["input_ids"].shape[:2]
     layout = SequenceLayout.parse(layout)
     lengths = [tokens]
     if layout is SequenceLayout.ZIGZAG and "cu_seq_lens_q" in batch:

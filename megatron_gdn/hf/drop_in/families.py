@@ -185,9 +185,15 @@ LEGAL_PACKAGES = ", ".join(repr(family.package) for family in FAMILIES.values())
 def transformers_class(module: nn.Module) -> type | None:
     """The linear-attention class of transformers of which ``module`` is an instance;
     None for other modules."""
-    for cls in type(module).__mro__:
-        if cls.__name__ in FAMILIES and cls.__module__.startswith("transformers."):
-            return cls
+    return transformers_base(type(module))
+
+
+def transformers_base(cls: type) -> type | None:
+    """The linear-attention class of transformers that ``cls`` is or inherits from; None
+    for other classes."""
+    for base in cls.__mro__:
+        if base.__name__ in FAMILIES and base.__module__.startswith("transformers."):
+            return base
     return None
 
 

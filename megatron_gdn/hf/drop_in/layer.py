@@ -147,17 +147,17 @@ class CPAwareGatedDeltaNet(GateOwner, nn.Module):
     drop_in: _DropInState
     conv1d: nn.Conv1d
 
-    def __new__(cls, config: object, *args: object, **kwargs: object):
+    def __new__(cls, config: object = None, *args: object, **kwargs: object):
         """An instance of the class that inherits from this one and from transformers'
         class for ``config``, so that ``isinstance`` sees both.
 
-        Python then calls :meth:`__init__` with the same arguments.
+        Python then calls :meth:`__init__` with the same arguments. A class that has
+        transformers' class already needs no ``config``: torch's DataParallel gives none.
         """
+        if families.transformers_base(cls) is not None:
+            return super().__new__(cls)
         original = families.class_for_config(config)
-        built: Any = cls
-        if not issubclass(cls, original):
-            built = families.class_with_mixin("CPAware", cls, original)
-        return super().__new__(built)
+        return super().__new__(families.class_with_mixin("CPAware", cls, original))
 
     def __init__(self, config: object, layer_idx: int, **options: object) -> None:
         """``layer_idx``: the layer's index in the model; ``options``: as in the
@@ -318,7 +318,7 @@ def _gated_norm(norm: Any, layout: Layout) -> GatedNorm | SplitReadout:
 
     ``layout``: the columns of the gate z, and the heads of the output, on this rank.
     """
-    forward = type(norm).forward
+    forward = getattr(type(norm), "forward", None)  # None in a TorchScript module
     activation = getattr(norm, "activation", None)
     # `functools.wraps` copies the name of a function's module, but not its globals
     globals_of_forward = getattr(forward, "__globals__", {})

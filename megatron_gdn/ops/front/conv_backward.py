@@ -87,7 +87,8 @@ def _walk_one_token(
         )
     x_RD = x_RD.to(tl.float32)
     if MASK_DOCUMENTS:
-        position_R = tl.load(position_ptr + t_R, mask=real_R)
+        # a token after the last has no tokens before it: its history may hold NaN
+        position_R = tl.load(position_ptr + t_R, mask=real_R, other=0)
         history = drop_other_document(history, position_R, W)
     pre_RD = convolve(x_RD, history, taps, bias_1D, W, HAS_BIAS)
     # ``lead_row_R`` is always returned, so it needs a value without a history too.

@@ -402,6 +402,12 @@ def test_positions_of_a_share_that_is_not_packed_are_those_of_its_tokens(size):
         assert ModelBatch(share).positions.tolist() == expected
 
 
+def test_a_share_of_tokens_with_several_codes_is_cut_too():
+    codes = torch.arange(24).view(1, 8, 3)
+    share = context_parallel_share({"input_ids": codes}, Mesh(2, 1), "contiguous")
+    assert torch.equal(share["input_ids"], codes[:, 4:])
+
+
 def test_a_share_cuts_or_refuses_whatever_has_the_tokens():
     batch = PackingCollator(pad_to_multiple_of=4)([{"input_ids": [5, 6, 7, 8, 9]}])
     pixels = torch.ones(2, 3)

@@ -152,6 +152,8 @@ def test_a_subclass_and_the_class_of_a_layer_build_layers_too(fresh, family):
         assert isinstance(made, cls) and isinstance(made, theirs)
         assert made.state_dict().keys() == layer.state_dict().keys()
     assert type(type(layer)(config, 0)) is type(layer) and type(made) is Own
+    # as torch's DataParallel copies it
+    assert type(layer._replicate_for_data_parallel()) is type(layer)
 
 
 def test_a_config_of_another_family_is_refused(fresh):
