@@ -207,6 +207,20 @@ def test_packed_documents_are_one_row_and_are_named_in_errors(with_batch):
 
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize(
+    "settings", [{"window_size": (3, 0)}, {"softmax_type": "off-by-one"}], ids=str
+)
+def test_one_rank_runs_what_ranks_of_context_parallelism_cannot(settings):
+    config = make_config(attention_dropout=0.0, **settings)
+    ours, theirs = (
+        each(config, 1, AttnMaskType.causal, "self", pg_collection=alone())
+        for each in (TorchAttention, DotProductAttention)
+    )
+    q, k, v = torch.randn(3, 7, 1, 4, 6)
+    assert torch.equal(ours(q, k, v, None), theirs(q, k, v, None))
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize(
     ("changes", "given"),
     [({"apply_query_key_layer_scaling": True}, {}), ({}, {"softmax_scale": 0.3})],
     ids=str,

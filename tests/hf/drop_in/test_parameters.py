@@ -33,6 +33,12 @@ def test_a_patched_model_has_the_names_and_the_order_of_transformers(fresh, fami
     for settings in ({}, {"remove_duplicate": False}):
         expected = [name for name, _ in theirs.named_parameters(**settings)]
         assert [name for name, _ in ours.named_parameters(**settings)] == expected
+    for settings in ({"recurse": False}, {"remove_duplicate": False}):
+        expected, found = (
+            [name for name, _ in mixer_of(one).named_parameters(**settings)]
+            for one in (theirs, ours)
+        )
+        assert found == expected
     assert list(ours.state_dict()) == list(theirs.state_dict())
     for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
         assert torch.equal(one, other)
