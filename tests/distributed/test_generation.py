@@ -101,7 +101,10 @@ def generates(
         model = build_model(pattern, positions, **sizes, sequence_parallel=sp)
         text = torch.randint(VOCAB, (2, 23), generator=torch.Generator().manual_seed(1))
         model.train()
+        attention = [m for m in model.modules() if isinstance(m, DotProductAttention)]
+        groups = [core.pg_collection.cp for core in attention]
         greedy = generate(model, text[:, :9], 10, chunk=4)
+        assert [core.pg_collection.cp for core in attention] == groups
         assert model.training and model.config.sequence_parallel is sp
         assert all(module.training for module in model.modules())
         model.eval()
