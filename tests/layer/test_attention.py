@@ -98,6 +98,15 @@ def test_documents_in_fixed_buffers_are_read_by_attention_outside_of_graphs():
         assert torch.equal(found, layer(q, k, v, None, packed_seq_params=thd(lengths)))
 
 
+def self_attention(config) -> TorchSelfAttention:
+    parts = SelfAttentionSubmodules(
+        ColumnParallelLinear, TorchAttention, RowParallelLinear
+    )
+    return TorchSelfAttention(
+        config, parts, 1, AttnMaskType.causal, pg_collection=alone()
+    )
+
+
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_an_empty_document_changes_nothing_whichever_way_rotations_are_laid(
@@ -109,12 +118,7 @@ def test_an_empty_document_changes_nothing_whichever_way_rotations_are_laid(
         attention_dropout=0.0,
         rotary_interleaved=interleaved,
     )
-    parts = SelfAttentionSubmodules(
-        ColumnParallelLinear, TorchAttention, RowParallelLinear
-    )
-    layer = TorchSelfAttention(
-        config, parts, 1, AttnMaskType.causal, pg_collection=alone()
-    )
+    layer = self_attention(config)
     angles = RotaryEmbedding(
         8, 1.0, rotary_interleaved=interleaved, use_cpu_initialization=True
     )(7)
@@ -135,12 +139,7 @@ def test_a_tree_is_rotated_as_by_megatron_with_the_factor_of_yarn():
     """A tree of one document: Megatron does not rotate it, and rotates the batch."""
     config = make_config(hidden_size=16, num_attention_heads=2, attention_dropout=0.0)
     config.yarn_rotary_scaling_factor = 8.0  # of yarn models' configs alone
-    parts = SelfAttentionSubmodules(
-        ColumnParallelLinear, TorchAttention, RowParallelLinear
-    )
-    layer = TorchSelfAttention(
-        config, parts, 1, AttnMaskType.causal, pg_collection=alone()
-    )
+    layer = self_attention(config)
     angles = RotaryEmbedding(8, 1.0, use_cpu_initialization=True)(7)
     x = torch.randn(7, 1, 16)
     expected = layer(x, None, rotary_pos_emb=angles)[0]
@@ -243,12 +242,7 @@ def test_scores_of_documents_have_the_scale_of_megatrons_attention(changes, give
 def test_a_group_of_one_rank_may_be_left_out(of):
     """As Megatron's dynamic context parallelism does, which gives the size alone."""
     config = make_config(hidden_size=16, num_attention_heads=2, attention_dropout=0.0)
-    parts = SelfAttentionSubmodules(
-        ColumnParallelLinear, TorchAttention, RowParallelLinear
-    )
-    layer = TorchSelfAttention(
-        config, parts, 1, AttnMaskType.causal, pg_collection=alone()
-    )
+    layer = self_attention(config)
     angles = RotaryEmbedding(8, 1.0, use_cpu_initialization=True)(12)
     x = torch.randn(12, 1, 16)
     outputs = []

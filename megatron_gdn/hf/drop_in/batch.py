@@ -123,9 +123,9 @@ class ModelBatch:
         return x_BsH.flatten(0, 1).unsqueeze(0)
 
     def from_mixer_rows(self, y: Tensor, like_BsH: Tensor) -> Tensor:
-        """Undo :meth:`to_mixer_rows`: ``y`` as ``[B, s, -1]``, with B and s of
+        """Undo :meth:`to_mixer_rows`: ``y`` as ``[B, s, H]``, with B and s of
         ``like_BsH`` and zeros at padding."""
-        return self._with_zeros_at_padding(y.reshape(like_BsH.shape[:2] + (-1,)))
+        return self._with_zeros_at_padding(y.reshape(like_BsH.shape[:2] + y.shape[-1:]))
 
     def _with_zeros_at_padding(self, x_BsH: Tensor) -> Tensor:
         """``x_BsH`` with zeros at padding; gradients are zero there too."""

@@ -167,6 +167,10 @@ def front_of(
         kernels: ``"auto"`` (Triton on a GPU, for 2 to 8 taps, any dtype but fp64, and
             gates whose functions have Triton twins), ``"triton"`` or ``"torch"``.
         operands: the dtype of the q, k and v that the rule gets; None: ``rows_dtype``.
+
+    Raises:
+        ValueError: ``kernels`` is unknown, or it is ``"triton"`` and the Triton kernels
+            cannot run this dtype, these taps or the gates of ``table``.
     """
     if kernels not in ("auto", "triton", "torch"):
         raise ValueError(
@@ -177,9 +181,11 @@ def front_of(
     batch_invariant = bits >= Bits.DETERMINISTIC
     if kernels == "torch":
         return PlainFront(table, operands, batch_invariant)
+    device_of_kernels = device
     if kernels == "triton":
-        device = "cuda"  # in tests Triton's interpreter runs the kernels on a CPU
-    why = why_not_triton(device, rows_dtype, taps)
+        # the caller vouches for the device; Triton's interpreter runs on a CPU
+        device_of_kernels = "cuda"
+    why = why_not_triton(device_of_kernels, rows_dtype, taps)
     if why is None:
         from .launches import TritonFront, gates_without_kernels
 

@@ -284,8 +284,8 @@ class ChunkTable:
         heads: int,
         one_chunk_groups: bool = False,
     ) -> ChunkTable:
-        """The table of ``documents`` in chunks of ``chunk_size`` tokens, stored on
-        ``documents``.
+        """The table of ``documents``, which have a token, in chunks of ``chunk_size``
+        tokens. It is stored on ``documents``.
 
         The number of ``heads`` decides how many chunks a group has. With
         ``one_chunk_groups`` a group on a CPU has one chunk. On a CPU, the rounding of

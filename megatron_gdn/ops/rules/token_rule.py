@@ -44,6 +44,8 @@ def recurrence(
         initial: ``[N, H, K, V]``; None means zeros.
         offsets: cumulative lengths of the sequences in one row; None: each row is a
             sequence.
+
+    There must be a token.
     """
     groups, K = k.shape[2:]
     v_BTGRV = v.unflatten(2, (groups, -1))

@@ -382,6 +382,14 @@ def padded_rows_and_padding_in_a_row() -> None:
         assert not local[mask[:, mine] == 0].any()
 
 
+def without_tokens_there_is_no_output() -> None:
+    model = build("Qwen3_5ForCausalLM")
+    patch(model, cp_mesh=mesh())
+    layer = mixer_of(model)
+    for mask in (None, torch.ones(1, 0, dtype=torch.long)):
+        assert layer(torch.randn(1, 0, 24), attention_mask=mask).shape == (1, 0, 24)
+
+
 def a_mask_in_a_dict_is_passed_on() -> None:
     """Whatever it is, to the attention of the caller's own; documents are packed."""
     text = build("Qwen3_5ForCausalLM").model

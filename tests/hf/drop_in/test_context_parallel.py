@@ -105,6 +105,7 @@ def test_a_mesh_set_on_a_built_layer_counts(pools, ranks):
         laws.gates_that_alone_are_sharded,
         laws.tables_do_not_follow_the_default_device,
         laws.padded_rows_and_padding_in_a_row,
+        laws.without_tokens_there_is_no_output,
         laws.a_mask_in_a_dict_is_passed_on,
         laws.indexed_attention_is_refused,
         laws.different_batches_are_refused,

@@ -132,3 +132,14 @@ def test_a_forward_that_was_set_later_is_not_undone(fresh):
         patched.undo()
     del layer.forward
     patched.undo()
+
+
+def test_a_norm_of_torchscript_is_called(fresh):
+    """Its class has no forward to be known by."""
+    model, traced = (fresh(DENSE) for _ in range(2))
+    for one in (model, traced):
+        patch(one)
+    mixer = mixer_of(traced)
+    rows = torch.randn(2, 3, mixer.head_v_dim)
+    mixer.norm = torch.jit.trace(mixer.norm, (rows, rows))
+    assert_close_in_fp32(logits(traced), logits(model))
