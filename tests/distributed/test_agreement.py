@@ -149,10 +149,11 @@ def test_schemes_of_groups_that_went_are_not_kept():
             scheme = batch.scheme
             if not any(known() is scheme for known in seen):
                 seen.append(weakref.ref(scheme))
-            if number == 78:
-                one_before = packed, batch
-        assert chooser.of(one_before[0], rows) is one_before[1], "made again"
-        del scheme, packed, batch, one_before
+            if number == 78:  # the last but one
+                packed_before = packed
+                batch_before = batch
+        assert chooser.of(packed_before, rows) is batch_before, "made again"
+        del scheme, packed, batch, packed_before, batch_before
         assert sum(known() is not None for known in seen) == 15
     finally:
         gc.enable()

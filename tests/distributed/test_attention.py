@@ -505,7 +505,8 @@ def test_a_core_in_zigzag_refuses_nothing_that_is_not_cut():
     qkv = local_qkv()
     alone_on_rank = build_core(attention_config(), alone(), "contiguous")
     expected = alone_on_rank(*qkv, None, packed_seq_params=thd((8, 16)))
-    for packed.cp_group in (group_of_one(), None):
+    for group in (group_of_one(), None):
+        packed.cp_group = group
         assert torch.equal(core(*qkv, None, packed_seq_params=packed), expected)
     tree = tree_packed_seq_params((16, 16, 16), (-1, 0, 0), device="cpu")
     by_torch = build_core(
