@@ -1,11 +1,8 @@
 """Layers and models over a context-parallel mesh equal one rank, every gradient
 included."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
-import torch.distributed as dist
 
 from tests.hf.drop_in import cp_laws as laws
 from tests.hf.drop_in.conftest import (
@@ -20,8 +17,6 @@ from tests.hf.drop_in.conftest import (
     VISION,
     VISION_MOE,
 )
-from tests.hf.drop_in.test_parts import StandIn
-from tests.ranks import on_ranks
 
 # Documents that no share of 2 or 4 ranks ends with, one of a token, and for cuts by
 # document multiples of 8.
@@ -232,30 +227,3 @@ def test_a_fully_sharded_model_equals_one_rank(pools, family, ranks):
 @pytest.mark.parametrize("family", [DENSE, KIMI])
 def test_a_sharded_model_has_the_parameters_of_transformers(pools, family):
     pools(2).run(laws.a_sharded_model_has_the_parameters_of_transformers, family)
-
-
-class LossOfTokens:
-    """In the place of transformers' Trainer: the sum of the tokens that it is given."""
-
-    def compute_loss(self, model, inputs, return_outputs=False):
-        loss = inputs["input_ids"].sum().double()
-        return (loss, "outputs") if return_outputs else loss
-
-
-@on_ranks(2)
-def test_a_trainer_over_ranks_evaluates_the_mean_of_their_losses():
-    mesh = SimpleNamespace(size=lambda: 2, get_local_rank=dist.get_rank)
-    options = SimpleNamespace(cp_mesh=mesh, cp_layout="zigzag_buffer")
-
-    class OverRanks(StandIn, LossOfTokens):
-        def _drop_in_options(self):
-            return options
-
-    trainer = OverRanks()
-    tokens = torch.arange(8)[None] ** 2  # the ranks' sums differ
-    batch = {"input_ids": tokens, "shift_labels": tokens}
-    mean = tokens.sum() / 2
-    with torch.no_grad():
-        assert trainer.compute_loss(trainer.model, batch) == mean
-        both = trainer.compute_loss(trainer.model, batch, return_outputs=True)
-    assert both == (mean, "outputs")
