@@ -348,11 +348,8 @@ def test_a_value_of_an_expert_that_is_not_finite_is_named_with_its_number(tmp_pa
     source = SafetensorsFolder(tmp_path)
     file = source.path_of("experts")
     assert not source.read_finite("experts", expert=0).any()
-    for expert, said in ((1, r" \(expert 1\)"), (None, "")):
-        values = 4 if expert else 12
-        with pytest.raises(
-            ValueError, match=f"^experts{said} in {file} .*of {values} "
-        ):
+    for expert, said, count in ((1, r" \(expert 1\)", 4), (None, "", 12)):
+        with pytest.raises(ValueError, match=f"^experts{said} in {file} .*of {count} "):
             source.read_finite("experts", expert)
 
 
